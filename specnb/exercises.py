@@ -680,7 +680,7 @@ FIXED_K_ACCOUNTING = Exercise(
             _accounting_with(lambda e, d, w, n: (e - n, d, w)),
         ),
         Slip(
-            "wasted counts drafted tokens that were thrown away, drafted − accepted: the target's own tokens are no drafts.",
+            "wasted counts drafted tokens that were thrown away, drafted − accepted: corrections are no drafts.",
             _accounting_with(lambda e, d, w, n: (e, d, d - e)),
         ),
         Slip(
