@@ -64,8 +64,7 @@ def load_model(
         config = _usable_config(source, options)
         model, report = _from_pretrained(source, config, dtype, device, options)
         tokenizer = _tokenizer(source, options)
-    if report["missing_keys"]:
-        _refuse(source, f"its files lack {_some(report['missing_keys'])}, which would start at random")
+    _refuse_random_weights(source, report)
     return model.eval(), tokenizer
 
 
@@ -78,6 +77,8 @@ def _source(name: str | os.PathLike[str] | None) -> str:
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"name must be a Hub id or a folder, not {type(name).__name__}: {name!r}")
     path = Path(name).expanduser()
+    if not os.fspath(name).strip():
+        raise ValueError("name is empty; leave it out for the default model, or give a Hub id or a folder")
     if path.is_file():
         raise ValueError(f"{path} is a file; give the folder that holds it and its config.json")
     if path.is_dir():
@@ -100,7 +101,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(device)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # fails on a device that is not there, or that computes nothing
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {_first_line(error)}") from error
     return device
@@ -135,29 +136,28 @@ def _refuse_options(options: dict[str, Any]) -> None:
 
 def _usable_config(source: str, options: dict[str, Any]) -> Any:
     """The model's configuration, once everything that rules a model out has been asked."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     hub = _hub_options(options)
+    raw = {} if _is_bare_folder(source) else PretrainedConfig.get_config_dict(source, **hub)[0]
     _refuse_adapter(source, hub)
-    _refuse_remote_code(source, hub)
+    if "model_type" not in raw:
+        _refuse(source, "it has no config.json that names a model type; expected what save_pretrained writes")
+    _refuse_remote_code(source, raw)
     _refuse_pickle(source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
     _refuse_architecture(source, config)
     return config
 
 
+def _is_bare_folder(source: str) -> bool:
+    return Path(source).is_dir() and not (Path(source) / "config.json").is_file()
+
+
 def _refuse_adapter(source: str, hub: dict[str, Any]) -> None:
     from transformers.utils import cached_file
 
-    found = cached_file(
-        source,
-        "adapter_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-        **hub,
-    )
-    if found is not None:
+    if cached_file(source, "adapter_config.json", _raise_exceptions_for_missing_entries=False, **hub):
         _refuse(
             source,
             "it is an adapter (LoRA or its kind): only the changes to another model, which it names and which "
@@ -166,11 +166,10 @@ def _refuse_adapter(source: str, hub: dict[str, Any]) -> None:
         )
 
 
-def _refuse_remote_code(source: str, hub: dict[str, Any]) -> None:
-    from transformers import CONFIG_MAPPING, PretrainedConfig
+def _refuse_remote_code(source: str, raw: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING
 
-    raw, _ = PretrainedConfig.get_config_dict(source, **hub)
-    if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+    if "auto_map" in raw and raw["model_type"] not in CONFIG_MAPPING:
         _refuse(
             source,
             "it needs Python code from its own repository, and load_model runs none. If you trust that code, "
@@ -203,6 +202,15 @@ def _refuse_architecture(source: str, config: Any) -> None:
         _refuse(source, f"{name} was trained to fill blanks and sees the tokens on both sides of each")
 
 
+def _refuse_random_weights(source: str, report: dict[str, Any]) -> None:
+    """transformers only warns about these, and the model would then write nonsense."""
+    if missing := report["missing_keys"]:
+        _refuse(source, f"its files lack {_some(missing)}, which would start at random")
+    if mismatched := report["mismatched_keys"]:
+        names = {key if isinstance(key, str) else key[0] for key in mismatched}
+        _refuse(source, f"{_some(names)} in its files have other shapes than its config.json says")
+
+
 # --- transformers' part -------------------------------------------------------------------------------------
 
 
@@ -212,15 +220,19 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
 
     fixed = {"use_safetensors": True, "trust_remote_code": False, "device_map": {"": device}}
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_refuse_random_weights` reads it
     return AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, output_loading_info=True, **{**options, **fixed}
+        source, config=config, dtype=dtype, **{**options, **fixed, **report}
     )
 
 
 def _tokenizer(source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **_hub_options(options))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **_hub_options(options))
+    except ValueError as error:
+        _refuse(source, f"its tokenizer cannot be loaded ({_first_line(error)}). Save one beside the weights", error)
     tokenizer.padding_side = "left"  # new tokens go on the right of every row
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -263,13 +275,48 @@ def _explained(source: str) -> Iterator[None]:
     except SafetensorError as error:
         _refuse(source, f"a weights file is damaged ({error}). Delete it and fetch or save the model again", error)
     except OSError as error:
-        _explain_os_error(source, error)
+        _explain(source, error)
 
 
-def _explain_os_error(source: str, error: OSError) -> NoReturn:
+def _explain(source: str, error: OSError) -> NoReturn:
+    """Raise what fits the cause of `error`; transformers wraps the Hub's own errors in plain OSErrors."""
     from huggingface_hub import errors
 
+    causes = tuple(_causes(error))
+    for kind, reason in {
+        errors.GatedRepoError: f"its owner asks you to agree to terms: do so on https://huggingface.co/{source}, "
+        "then `hf auth login`",
+        errors.RepositoryNotFoundError: "there is neither a folder nor a model on the Hub of that name. Check the "
+        "spelling (owner/model); a private model needs `hf auth login`",
+        errors.RevisionNotFoundError: "the Hub has the model, but not this revision of it",
+        errors.RemoteEntryNotFoundError: NO_SAFETENSORS,
+    }.items():
+        if any(isinstance(cause, kind) for cause in causes):
+            _refuse(source, reason, error)
+    if any(isinstance(cause, errors.LocalEntryNotFoundError) for cause in causes):
+        raise OSError(f"cannot fetch the model {source!r}: {OFFLINE}") from error
+    if "safetensors" in str(error) and "file named" in str(error):
+        _refuse(source, NO_SAFETENSORS, error)
+    if "valid JSON" in str(error):
+        _refuse(source, f"a file of it is damaged ({_first_line(error)}). Delete it and fetch or save it again", error)
     raise error
+
+
+NO_SAFETENSORS = (
+    "there are no safetensors weights, neither where it comes from nor cached here. Pickled weights (.bin, .pt) are "
+    "not read, since a pickle can run any code; convert them with transformers where you trust them: "
+    "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+)
+OFFLINE = (
+    "the Hugging Face Hub cannot be reached, or HF_HUB_OFFLINE is set, and not all of the model is cached here. "
+    "Connect once to fetch it, or give a folder that holds it. load_model() without a name needs no Hub."
+)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _refuse(source: str, reason: str, cause: BaseException | None = None) -> NoReturn:
