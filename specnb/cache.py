@@ -1,0 +1,243 @@
+"""RaggedCache: a key/value cache with one length per row. Rolling back moves a number, nothing else.
+
+Transformers' own ``DynamicCache`` has one length for the whole batch, so rows that accept different numbers of
+draft tokens would have to wait for each other. Here every layer owns one buffer [B, H, capacity, D]; the entry of
+row b's token at position i sits in slot i; a pass writes its T new tokens to slots ``lengths[b] … lengths[b] + T - 1``
+and a mask hides everything a token must not see: later slots, and whatever a rejected draft left behind.
+
+Derived in notebook 04, "Rolling back".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from specnb import compat
+
+SMALLEST_BUCKET = 256
+
+
+def bucket_size(position: int) -> int:
+    """How many slots a fixed-width pass attends to at this position: the first of 256, 512, 1024, … above it.
+
+    A function of the absolute position alone, so that two runs which reach a position by different rounds compute
+    exactly the same thing there (DESIGN: fixed width).
+    """
+    return max(SMALLEST_BUCKET, 1 << position.bit_length())
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, allocated at the first pass (only then are heads and head size known)."""
+
+    is_sliding = False  # sliding layers keep all their entries; the mask does the sliding
+
+    def __init__(self, owner: RaggedCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = self._zeros(key_states, self.owner.capacity)
+        self.values = self._zeros(value_states, self.owner.capacity)
+        self.is_initialized = True
+
+    def _zeros(self, like: Tensor, capacity: int) -> Tensor:
+        rows, heads, _, size = like.shape
+        dtype = self.owner.dtype or like.dtype
+        # zeros, not empty: a masked slot still enters the sum with weight 0, and 0 · NaN is NaN
+        return like.new_zeros((rows, heads, capacity, size), dtype=dtype)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.owner.write(self.keys, key_states)
+        self.owner.write(self.values, value_states)
+        attended = self.owner.attended
+        return self.keys[:, :, :attended], self.values[:, :, :attended]
+
+    def grow(self, capacity: int) -> None:
+        if self.is_initialized:
+            old_keys, old_values = self.keys, self.values
+            self.keys, self.values = self._zeros(old_keys, capacity), self._zeros(old_values, capacity)
+            self.keys[:, :, : old_keys.shape[2]] = old_keys
+            self.values[:, :, : old_values.shape[2]] = old_values
+
+    def get_seq_length(self) -> int:
+        return int(self.owner.lengths.max())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.attended, 0
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class RaggedCache(Cache):
+    """One length per row; appending is a pass (`target_pass`), forgetting is `rollback`.
+
+    Args:
+        config: the model's configuration; tells the number of layers and their sliding windows.
+        batch_size: rows B.
+        capacity: slots per row. `reserve` enlarges it later.
+        device, dtype: of the buffers; default: those of the keys and values the model hands over.
+
+    Attributes:
+        lengths: LongTensor [B] on the CPU, the tokens each row holds.
+
+    Raises:
+        ValueError: if the model's layers cannot forget single tokens (recurrent, linear, chunked attention).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        capacity: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if batch_size < 1 or capacity < 1:
+            raise ValueError(f"batch_size and capacity must be at least 1, got {batch_size} and {capacity}.")
+        self.windows = compat.layer_windows(config)
+        super().__init__(layers=[RaggedLayer(self) for _ in self.windows])
+        self.capacity, self.device, self.dtype = capacity, device, dtype
+        self.lengths = torch.zeros(batch_size, dtype=torch.long)
+        self.attended = 0
+        self._slots: Tensor | None = None  # [B, T] where the pass under way writes
+        self._start: int | None = None  # its first slot, if all rows share it
+
+    def __repr__(self) -> str:
+        return f"RaggedCache(lengths={self.lengths.tolist()}, capacity={self.capacity}, layers={len(self.layers)})"
+
+    def rollback(self, n: int | Sequence[int] | Tensor) -> None:
+        """Drop the newest n entries of each row: O(1), no copy. The slots are overwritten by the next pass.
+
+        Args:
+            n: one count for all rows, or one per row [B]. 0 leaves a row as it is.
+
+        Raises:
+            ValueError: if a count is negative or larger than the row is long.
+        """
+        drop = torch.as_tensor(n, dtype=torch.long).cpu().expand_as(self.lengths)
+        if bool(((drop < 0) | (drop > self.lengths)).any()):
+            raise ValueError(
+                f"rollback({drop.tolist()}) does not fit rows of length {self.lengths.tolist()}: "
+                "each count must lie between 0 and the row's length."
+            )
+        self.lengths = self.lengths - drop
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least ``capacity`` slots per row; entries stay where they are."""
+        if capacity > self.capacity:
+            for layer in self.layers:
+                layer.grow(capacity)
+            self.capacity = capacity
+
+    def begin(self, width: int, attended: int | None, device: torch.device) -> Tensor:
+        """Plan a pass of ``width`` new tokens per row; returns their slots [B, width] (also their positions)."""
+        longest = int(self.lengths.max())
+        if longest + width > self.capacity:
+            raise ValueError(
+                f"{width} more tokens do not fit: a row holds {longest} of {self.capacity} slots. "
+                "Roll back first, or make room with cache.reserve(...)."
+            )
+        self._slots = (self.lengths[:, None] + torch.arange(width)).to(device)
+        self._start = longest if bool((self.lengths == longest).all()) else None
+        self.attended = attended or longest + width
+        return self._slots
+
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Store new [B, H, T, D] in buffer [B, H, capacity, D] at the planned slots."""
+        if self._slots is None:
+            raise RuntimeError("A RaggedCache is filled by specnb.target_pass(model, cache, tokens), not by model(...).")
+        if self._start is not None:  # all rows at the same place: a plain slice is the fastest copy
+            buffer[:, :, self._start : self._start + new.shape[2]] = new
+            return
+        index = self._slots[:, None, :, None].expand_as(new)
+        buffer.scatter_(2, index, new.to(buffer.dtype))
+
+    def finish(self) -> None:
+        """The planned pass went through: its tokens now count."""
+        assert self._slots is not None
+        self.lengths = self.lengths + self._slots.shape[1]
+        self._slots = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self.lengths.max())
+
+
+def attention_mask(slots: Tensor, attended: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, T, attended]: 0 where the token in ``slots[b, t]`` may look, a very negative number elsewhere.
+
+    A token sees the slots up to its own, and with a sliding ``window`` only the last ``window`` of them.
+    """
+    key = torch.arange(attended, device=slots.device)
+    query = slots[:, None, :, None]
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def _masks(cache: RaggedCache, slots: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor] | None:
+    """One mask if all layers agree; a mask by layer type for models that mix full and sliding layers."""
+    windows = set(cache.windows)
+    if windows == {None} and slots.shape[1] == 1 and cache._start is not None and cache.attended == cache._start + 1:
+        return None  # one token per row, all at the same place: it sees everything there is
+    masks = {w: attention_mask(slots, cache.attended, w, dtype) for w in windows}
+    if len(masks) == 1:
+        return masks.popitem()[1]
+    sliding = next(w for w in windows if w is not None)
+    return {"full_attention": masks[None], "sliding_attention": masks[sliding]}
+
+
+@torch.no_grad()
+def target_pass(
+    model: PreTrainedModel,
+    cache: RaggedCache,
+    tokens: Tensor,
+    *,
+    attended: int | None = None,
+    need_logits: bool = True,
+) -> Tensor:
+    """One forward pass: append T tokens to every row and score the token after each of them.
+
+    Args:
+        model: a causal language model of transformers.
+        cache: grows by T per row.
+        tokens: LongTensor [B, T].
+        attended: slots the pass looks at; default: as many as the longest row then holds.
+        need_logits: False (prefill) computes the output head for the last position only.
+
+    Returns:
+        logits [B, T, V]; position t scores the token after ``tokens[:, t]``. [B, 1, V] without ``need_logits``
+        if the model can leave positions out.
+
+    Raises:
+        ValueError: if the tokens do not fit the cache's rows or capacity.
+
+    An exception inside the pass (Ctrl-C included) leaves the cache as it was. Derived in notebooks 02 and 04.
+    """
+    if tokens.ndim != 2 or tokens.shape[0] != len(cache.lengths):
+        raise ValueError(f"tokens must be [{len(cache.lengths)}, T] as the cache has rows, got {list(tokens.shape)}.")
+    slots = cache.begin(tokens.shape[1], attended, model.device)
+    arguments: dict[str, Any] = {compat.cache_argument(model): cache}
+    if not need_logits and compat.accepts(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = 1
+    if compat.accepts(model, "position_ids"):
+        arguments["position_ids"] = slots.clamp(max=context_size(model.config) - 1)  # filler may reach beyond
+    mask = _masks(cache, slots, model.dtype)
+    out = model(input_ids=tokens.to(model.device), attention_mask=mask, use_cache=True, return_dict=True, **arguments)
+    cache.finish()
+    return out.logits
+
+
+def context_size(config: Any) -> int:
+    """How many tokens the model can place: ``max_position_embeddings``, or no limit if it names none."""
+    return getattr(compat.text_config(config), "max_position_embeddings", None) or 2**31

@@ -1,0 +1,298 @@
+"""What specnb refuses, before the first pass, and in which words.
+
+Each check raises a ValueError or TypeError that says what was wrong, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
+
+from specnb import compat
+from specnb.cache import RaggedCache, context_size, target_pass
+from specnb.drafters.base import Draft, Drafter
+
+# families whose every layer was compared with a fresh prefill in the test-suite; others are tried once before use
+TESTED_FAMILIES = frozenset(
+    "llama qwen2 qwen3 mistral gpt2 gpt_neox opt phi gemma3_text gemma3 smollm3".split()
+)
+_STATEFUL_PROCESSORS = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
+# built from the padded prompt: its length, or the prompts themselves
+_WHOLE_BATCH_PROCESSORS = {
+    "EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+}  # fmt: skip
+_MASKABLE_ATTENTION = ("eager", "sdpa")
+_PROBED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def check_model(model: Any, role: str = "target model") -> None:
+    """Raise unless ``model`` is a causal LM in eval mode, on one device, whose cache can be rolled back."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(_not_a_model(model, role))
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"The {role} is {type(model).__name__}, an encoder-decoder model; specnb decodes decoder-only causal "
+            "language models. Load it with AutoModelForCausalLM if it has such a form."
+        )
+    if not isinstance(model, GenerationMixin) or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"The {role} is {type(model).__name__}, which has no language-modelling head; "
+            "load it with transformers.AutoModelForCausalLM."
+        )
+    _check_placement(model, role)
+    _check_attention(model, role)
+    if model.training:
+        raise ValueError(f"The {role} is in training mode, where dropout makes passes random: call model.eval() first.")
+    _probe_once(model, role)
+
+
+def _not_a_model(model: Any, role: str) -> str:
+    found = f"The {role} is a {type(model).__name__}"
+    if hasattr(model, "merge_and_unload"):
+        return f"{found}, a wrapper with adapters: pass model.merge_and_unload(), the plain model with them merged in."
+    return f"{found}; expected a transformers causal language model, as from specnb.load_model()."
+
+
+def _check_placement(model: PreTrainedModel, role: str) -> None:
+    spread = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(spread) > 1 or "meta" in {p.device.type for p in model.parameters()}:
+        raise ValueError(
+            f"The {role} is spread over {', '.join(sorted(spread)) or 'devices that hold no weights yet'} (device_map "
+            "or offloading). specnb keeps one cache on one device: load the model whole with "
+            "specnb.load_model(name, device=...)."
+        )
+
+
+def _check_attention(model: PreTrainedModel, role: str) -> None:
+    compat.layer_windows(model.config)  # raises for layers that cannot forget single tokens
+    attention = compat.text_config(model.config)._attn_implementation
+    if attention not in _MASKABLE_ATTENTION:
+        raise ValueError(
+            f"The {role} uses {attention!r} attention, which takes no 4-D mask; rows of different length need one. "
+            "Call model.set_attn_implementation('sdpa') first."
+        )
+
+
+def _probe_once(model: PreTrainedModel, role: str) -> None:
+    """Compare a ragged, rolled-back cache with a fresh pass, for a family the test-suite does not know."""
+    if model.config.model_type in TESTED_FAMILIES or model in _PROBED:
+        return
+    try:
+        error = _rollback_error(model)
+    except Exception as reason:
+        raise ValueError(
+            f"The {role}, {type(model).__name__}, cannot run on specnb's cache: it raised {type(reason).__name__}: "
+            f"{reason}. Use model.generate for this family."
+        ) from reason
+    if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ValueError(
+            f"The {role}, {type(model).__name__}, computes other scores on a rolled-back cache than on a fresh one "
+            f"(they differ by {error:.2g} relative to their size): it does not place or mask tokens by position_ids "
+            "and a 4-D mask, as rows of different length need. Use model.generate for this family."
+        )
+    _PROBED.add(model)
+
+
+def _rollback_error(model: PreTrainedModel) -> float:
+    """Largest relative difference of two rows' scores after a rejected draft, against each row alone from scratch."""
+    tokens = (torch.arange(14).reshape(2, 7) * 7 + 3) % compat.text_config(model.config).vocab_size
+    cache = RaggedCache(model.config, 2, 12)
+    target_pass(model, cache, tokens[:, :5])
+    cache.rollback([1, 3])  # rows of length 4 and 2
+    after = torch.stack([tokens[0, 4:6], tokens[1, 2:4]])
+    ragged = target_pass(model, cache, after)
+    with torch.no_grad():
+        fresh = [model(input_ids=row[None].to(model.device), use_cache=False).logits[0, -2:]
+                 for row in (tokens[0, :6], tokens[1, :4])]  # fmt: skip
+    expected = torch.stack(fresh)
+    return float((ragged - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def check_input_ids(input_ids: Any, vocab_size: int, context: int) -> None:
+    """Raise unless input_ids is an integer tensor [B, n ≥ 1] of ids inside the vocabulary that fits the context."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a LongTensor [B, n], got {type(input_ids).__name__}. "
+            "From text: tokenizer(text, return_tensors='pt').input_ids."
+        )
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must be [B, n], got {list(input_ids.shape)}. For one prompt: input_ids[None].")
+    if input_ids.dtype not in (torch.long, torch.int32):
+        raise TypeError(f"input_ids must hold token ids (torch.long), got {input_ids.dtype}.")
+    if input_ids.numel() == 0:
+        raise ValueError(
+            f"The prompt is empty (input_ids {list(input_ids.shape)}). Give at least one token, such as the "
+            "tokenizer's bos token."
+        )
+    _check_range(input_ids, vocab_size)
+    if input_ids.shape[1] > context:
+        raise ValueError(
+            f"The prompt has {input_ids.shape[1]} tokens, the model's context holds {context}. Shorten the prompt."
+        )
+
+
+def _check_range(input_ids: Tensor, vocab_size: int) -> None:
+    outside = (input_ids < 0) | (input_ids >= vocab_size)
+    if bool(outside.any()):
+        row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{row}, {column}] = {int(input_ids[row, column])} is outside the vocabulary 0…{vocab_size - 1}. "
+            "Was the text encoded with another model's tokenizer?"
+        )
+
+
+def unpadded_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """Each row's own tokens, padding taken off by the mask (padding may equal the end-of-sequence token).
+
+    Raises:
+        ValueError: if the mask has another shape, hides a whole row, or has holes.
+    """
+    if attention_mask is None:
+        return input_ids.tolist()
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)}."
+        )
+    rows = []
+    for b, (ids, keep) in enumerate(zip(input_ids.cpu(), attention_mask.cpu().bool())):
+        places = keep.nonzero().flatten()
+        if len(places) == 0 or len(places) != int(places[-1] - places[0]) + 1:
+            raise ValueError(
+                f"attention_mask of row {b} must mark one unbroken stretch of at least one token; padding belongs "
+                "before it (or after it), never inside."
+            )
+        rows.append(ids[keep].tolist())
+    return rows
+
+
+def check_pass_width(pass_width: Any) -> None:
+    if pass_width is not None and (isinstance(pass_width, bool) or not isinstance(pass_width, int) or pass_width < 1):
+        raise ValueError(f"pass_width must be a whole number of at least 1 (positions per pass), got {pass_width!r}.")
+
+
+def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Raise unless draft and target read the same token ids the same way and sit on one device."""
+    if target.device != draft.device:
+        raise ValueError(
+            f"The target is on {target.device}, the draft model on {draft.device}; put both on one device: "
+            f"draft.to({str(target.device)!r})."
+        )
+    sizes = [compat.text_config(model.config).vocab_size for model in (target, draft)]
+    names = [model.config.name_or_path or type(model).__name__ for model in (target, draft)]
+    if tokenizer is not None and draft_tokenizer is not None:
+        if tokenizer.get_vocab() != draft_tokenizer.get_vocab():
+            raise ValueError(_other_vocabulary(names, sizes, "their tokenizers assign different ids"))
+    elif not same_but_for_padding(*sizes):
+        raise ValueError(_other_vocabulary(names, sizes, "their sizes differ by more than padding"))
+
+
+def same_but_for_padding(a: int, b: int) -> bool:
+    """Whether two vocabulary sizes can be one vocabulary padded differently (to multiples of up to 512)."""
+    return abs(a - b) < 512 and min(a, b) > 0.9 * max(a, b)
+
+
+def _other_vocabulary(names: list[str], sizes: list[int], why: str) -> str:
+    return (
+        f"The target {names[0]!r} ({sizes[0]} tokens) and the draft {names[1]!r} ({sizes[1]} tokens) do not share a "
+        f"vocabulary: {why}. A drafted id would mean another token to the target. Take a draft of the same family; if "
+        "the tokenizers are the same, say so with DraftModel(..., tokenizer=...) and generate(..., tokenizer=...)."
+    )
+
+
+def context_budgets(lengths: list[int], wanted: list[int], config: Any) -> list[int]:
+    """New tokens per row, cut (with a warning) where the model's context ends."""
+    size = context_size(config)
+    budgets = [min(new, size + 1 - n) for n, new in zip(lengths, wanted)]
+    if budgets != wanted:
+        warnings.warn(
+            f"The model's context holds {size} tokens; rows stop there instead of after {max(wanted)} new tokens.",
+            stacklevel=2,
+        )
+    return budgets
+
+
+# options of GenerationConfig that ask for another way of decoding, and what to do instead
+_OTHER_MODES = {
+    "num_beams": (1, "beam search keeps several hypotheses; specnb verifies one. Use num_beams=1."),
+    "penalty_alpha": (None, "contrastive search is not speculative decoding. Leave penalty_alpha out."),
+    "dola_layers": (None, "DoLa decoding is not supported. Leave dola_layers out."),
+    "prompt_lookup_num_tokens": (None, "use drafter=specnb.PromptLookup(num_draft_tokens=...) instead."),
+    "assistant_early_exit": (None, "early exit of the target is not available as an option here; use a drafter."),
+    "cache_implementation": (None, "specnb brings its own cache, the one that rolls back. Leave it out."),
+    "guidance_scale": (1.0, "classifier-free guidance runs the model inside a processor and keeps state there."),
+    "output_attentions": (False, "attentions are not collected."),
+    "output_hidden_states": (False, "hidden states are not collected."),
+}
+
+
+def check_generation_config(config: Any) -> None:
+    """Raise for options that ask for something other than greedy search."""
+    for name, (neutral, reason) in _OTHER_MODES.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name}={value!r}: {reason}")
+
+
+def check_processors(processors: LogitsProcessorList, prompts: list[list[int]], padded_length: int) -> None:
+    """Raise for processors that keep state between calls, or that look at a whole padded batch."""
+    names = {type(p).__name__ for p in processors}
+    if stateful := sorted(names & _STATEFUL_PROCESSORS):
+        raise ValueError(
+            f"{stateful[0]} keeps state from call to call; a round scores several places and may take some back. "
+            "Use a stateless processor."
+        )
+    padded = any(len(prompt) != padded_length for prompt in prompts)
+    if (padded or len(prompts) > 1) and (batched := sorted(names & _WHOLE_BATCH_PROCESSORS)):
+        raise ValueError(
+            f"{batched[0]} was built for the whole padded batch; here each row is decoded by itself. "
+            "Use specnb.generate, which prepares every row alone, or one row at a time."
+        )
+
+
+def check_drafter(drafter: Any) -> None:
+    if drafter is not None and not isinstance(drafter, Drafter):
+        hint = " Wrap a model: specnb.DraftModel(model)." if isinstance(drafter, PreTrainedModel) else ""
+        raise TypeError(
+            f"drafter must be a specnb.Drafter or None, got {type(drafter).__name__}.{hint} "
+            "A drafter of your own is a subclass of specnb.Drafter with propose(context, limit)."
+        )
+
+
+def check_streamer(streamer: Any, batch_size: int) -> None:
+    if streamer is not None and batch_size > 1:
+        raise ValueError(f"A streamer follows one row, but the batch has {batch_size}: decode one prompt at a time.")
+
+
+def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
+    """The draft, cut to the rows' limits, once its shapes and token ids are known to be sound."""
+    if not isinstance(draft, Draft):
+        raise TypeError(f"A drafter must return a specnb.Draft, got {type(draft).__name__}; see Draft.from_lists.")
+    tokens, lengths = draft.tokens, draft.lengths
+    if tokens.ndim != 2 or tokens.shape[0] != len(limits) or lengths.shape != (len(limits),):
+        raise ValueError(
+            f"The draft must have {len(limits)} rows: tokens [B, K] and lengths [B], got {list(tokens.shape)} and "
+            f"{list(lengths.shape)}."
+        )
+    lengths = torch.minimum(lengths, torch.tensor(limits))
+    used = int(lengths.max())
+    if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
+        _check_guesses(tokens, lengths, vocab_size)
+    return Draft(tokens[:, :used], lengths, None if draft.probs is None else draft.probs[:, :used])
+
+
+def _check_guesses(tokens: Tensor, lengths: Tensor, vocab_size: int) -> None:
+    drafted = torch.arange(tokens.shape[1]) < lengths[:, None]
+    outside = drafted & ((tokens < 0) | (tokens >= vocab_size))
+    if bool(outside.any()):
+        row, place = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"The drafter proposed token {int(tokens[row, place])} in row {row} at place {place}; "
+            f"the target's vocabulary is 0…{vocab_size - 1}."
+        )

@@ -1,0 +1,281 @@
+"""The loop: draft, one target pass, verify, commit, roll back.
+
+`generate` is the front door; `decode` is the same thing behind ``model.generate(custom_generate=specnb.decode)``.
+transformers prepares both: its `GenerationConfig` becomes its own processors and stopping criteria.
+
+Sources: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318); notebooks 03 and 04.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from specnb import checks, compat
+from specnb.cache import RaggedCache, bucket_size, context_size, target_pass
+from specnb.drafters.base import Draft, Drafter, Session
+from specnb.prefill import prefill
+from specnb.preparation import Request, check_inputs, prepare, requests_of
+from specnb.processing import Processors
+from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
+from specnb.rows import Rows
+from specnb.verification import Verdict, judge_greedy, raise_for_nan
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    drafter: Drafter | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    tokenizer: Any = None,
+    seed: int | None = None,
+    return_trace: bool | str = False,
+    pass_width: int | None = None,
+    streamer: Any = None,
+    **generation_kwargs: Any,
+) -> GenerateOutput:
+    """Decode with guesses: the target's own text, in fewer target passes.
+
+    Args:
+        model: the target, a causal LM of transformers in eval mode. It is not modified.
+        input_ids: LongTensor [B, n], the prompts; padding (either side) is told by ``attention_mask``.
+        drafter: a `Drafter`, such as `PromptLookup()` or `DraftModel(small)`; None decodes plainly, through the same loop.
+        attention_mask: [B, n], 1 for tokens and 0 for padding.
+        tokenizer: needed for ``stop_strings``.
+        seed: makes sampling reproducible.
+        return_trace: True keeps every round in ``out.trace``; ``"probs"`` also p (and q) of its places.
+        pass_width: W; every decoding pass then has W positions, filler included, and the prompt is prefilled in
+            chunks of a fixed size. Same width, same machine: the same tokens bit for bit with any drafter or none,
+            also in bfloat16 (in float32 take a multiple of 4). Drafts are cut to W - 1.
+        streamer: a transformers streamer, for one row; sees the prompt first, then every new token once.
+        **generation_kwargs: as for ``model.generate``: max_new_tokens, eos_token_id, stop_strings,
+            repetition_penalty, generation_config, logits_processor, stopping_criteria, …
+
+    Returns:
+        `GenerateOutput` with ``sequences`` [B, n + new], ``num_new_tokens`` [B], ``stats`` and ``trace``.
+
+    Raises:
+        ValueError, TypeError: for bad input, or a model or option that cannot be honoured; before the first pass.
+
+    Introduced in notebook 00, built in notebooks 03 and 04.
+    """
+    checks.check_model(model)
+    checks.check_input_ids(input_ids, vocab_size(model), context_size(model.config))
+    prompts = checks.unpadded_rows(input_ids, attention_mask)
+    requests = [r for prompt in prompts for r in prepare(model, prompt, tokenizer, generation_kwargs)]
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    return decode_requests(
+        model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,
+        return_trace=return_trace,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: Drafter | None = None,
+    pass_width: int | None = None,
+    return_trace: bool | str = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateOutput:
+    """The decoding loop for ``model.generate(**inputs, custom_generate=specnb.decode, drafter=specnb.PromptLookup())``.
+
+    Called by transformers, which hands over processors, criteria and configuration; `generate` explains the rest.
+    (transformers passes no tokenizer on: for stop strings use `generate`, or a ``StopStringCriteria``.)
+
+    Returns:
+        LongTensor [B, n + new], or a `GenerateOutput` with ``return_dict_in_generate=True``.
+    """
+    checks.check_model(model)
+    checks.check_input_ids(input_ids, vocab_size(model), context_size(model.config))
+    check_inputs(model_kwargs)
+    prompts = checks.unpadded_rows(input_ids, model_kwargs.get("attention_mask"))
+    requests = requests_of(prompts, input_ids.shape[1], logits_processor, stopping_criteria, generation_config)
+    out = decode_requests(
+        model, input_ids, requests, drafter, pass_width=pass_width, return_trace=return_trace,
+        streamer=streamer or compat.calling_streamer(),
+    )  # fmt: skip
+    return out if generation_config.return_dict_in_generate else out.sequences
+
+
+def decode_requests(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    requests: list[Request],
+    drafter: Drafter | None,
+    *,
+    tokenizer: Any = None,
+    pass_width: int | None = None,
+    streamer: Any = None,
+    return_trace: bool | str = False,
+) -> GenerateOutput:
+    """Decode prepared rows together and report."""
+    started = time.perf_counter()
+    checks.check_drafter(drafter)
+    checks.check_pass_width(pass_width)
+    checks.check_streamer(streamer, len(requests))
+    run = start(model, requests, drafter, tokenizer, pass_width, return_trace)
+    if streamer is not None:
+        run.listeners.append(StreamerListener(streamer))
+    try:
+        while run.rows.active:
+            run.round()
+    finally:
+        if streamer is not None:
+            streamer.end()
+    run.stats.seconds = time.perf_counter() - started
+    return run.output(input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0))
+
+
+def start(
+    model: PreTrainedModel,
+    requests: list[Request],
+    drafter: Drafter | None,
+    tokenizer: Any,
+    pass_width: int | None,
+    return_trace: bool | str,
+) -> Run:
+    """Rows, caches and drafter as they stand after the prompts' prefill."""
+    config, prompts = requests[0].config, [r.prompt for r in requests]
+    budgets = checks.context_budgets([len(p) for p in prompts], [r.budget for r in requests], model.config)
+    rows = Rows(prompts, budgets, [r.criteria for r in requests])
+    processors = Processors([r.processors for r in requests])
+    cache = RaggedCache(model.config, len(rows), 1)
+    run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace)
+    prefill(model, cache, [prompt[:-1] for prompt in prompts], fixed=pass_width is not None)
+    if drafter is not None:
+        drafter.start(Session(model, rows, processors, vocab_size(model), tokenizer))
+    return run
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    return compat.text_config(model.config).vocab_size
+
+
+class Run:
+    """One call under way: the target, the rows, the cache, the drafter, and who listens to commits."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: Rows,
+        cache: RaggedCache,
+        drafter: Drafter | None,
+        processors: Processors,
+        config: GenerationConfig,
+        pass_width: int | None = None,
+        return_trace: bool | str = False,
+    ) -> None:
+        self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
+        self.config, self.pass_width = config, pass_width
+        self.stats, self.trace = Stats(len(rows)), Trace() if return_trace else None
+        self.listeners = [self.stats] if self.trace is None else [self.stats, self.trace]
+        self.keep_probs = return_trace == "probs"
+        self.raw_logits: list[list[Tensor]] = [[] for _ in rows.lengths]
+
+    def round(self) -> None:
+        """One round for all rows: each one writes 1 to k + 1 tokens, from one target pass."""
+        draft = self.propose()
+        tokens = self.rows.pass_tokens(draft, self.pass_width or 1 + draft.tokens.shape[1])  # [B, T]
+        logits = self.target_pass(tokens)  # [B, T, V]
+        p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # [B, K+1, V], as scores
+        verdict = judge_greedy(draft.tokens, p, draft.lengths.to(p.device))
+        rounds = self.commit(draft, verdict, p)
+        kept = self.kept(rounds)
+        self.cache.rollback(tokens.shape[1] - kept)
+        if self.drafter is not None:
+            self.drafter.observe(self.rows, kept.tolist())
+        self.tell(rounds, draft, logits, p)
+
+    def propose(self) -> Draft:
+        """The round's guesses on the target's device; none at all if no row can use one."""
+        limits = self.limits()
+        if self.drafter is None or not any(limits):
+            draft = Draft.empty(len(self.rows))
+        else:
+            draft = checks.checked_draft(self.drafter.draft(self.rows, limits), limits, vocab_size(self.model))
+        return draft.to(self.model.device)
+
+    def limits(self) -> list[int]:
+        """How many guesses each row can use: its budget must hold one token more, the pass and its bucket too."""
+        k = self.drafter.num_draft_tokens if self.drafter is not None else 0
+        limits = [max(0, min(k, room - 1)) for room in self.rows.room]
+        if self.pass_width is None:
+            return limits
+        ahead = [bucket_size(n) - 1 - n for n in self.cache.lengths.tolist()]
+        return [min(limit, self.pass_width - 1, edge) for limit, edge in zip(limits, ahead)]
+
+    def target_pass(self, tokens: Tensor) -> Tensor:
+        """The pass over newest tokens and guesses; a fixed width also fixes how many slots it attends to."""
+        longest, width = int(self.cache.lengths.max()), tokens.shape[1]
+        attended = None if self.pass_width is None else bucket_size(longest)
+        self.cache.reserve((attended or longest) + width)
+        return target_pass(self.model, self.cache, tokens, attended=attended)
+
+    def commit(self, draft: Draft, verdict: Verdict, p: Tensor) -> list[Round]:
+        """Bring the verdict to the host, in the round's one copy, and write what stands."""
+        columns = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid]
+        host = torch.cat(columns, dim=1).cpu()
+        k = draft.tokens.shape[1]
+        raise_for_nan(host[:, 2 + k :], self.rows.active)
+        guesses = [row[:n] for row, n in zip(host[:, 2 : 2 + k].tolist(), draft.lengths.tolist())]
+        scores = p if self.config.return_dict_in_generate and self.config.output_scores else None
+        return self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores)
+
+    def kept(self, rounds: list[Round]) -> Tensor:
+        """Tokens each row has grown by, LongTensor [B]."""
+        kept = torch.zeros(len(self.rows), dtype=torch.long)
+        for r in rounds:
+            kept[r.row] = len(r.emitted)
+        return kept
+
+    def tell(self, rounds: list[Round], draft: Draft, logits: Tensor, p: Tensor) -> None:
+        """Hand the round to the listeners, with p and q if they were asked for."""
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            for r in rounds:
+                self.raw_logits[r.row].extend(logits[r.row, : len(r.emitted)].float())
+        if self.keep_probs:
+            rounds = [with_probs(r, draft, p) for r in rounds]
+        for listener in self.listeners:
+            listener.on_commit(rounds)
+
+    def output(self, input_ids: Tensor) -> GenerateOutput:
+        """The report; ``input_ids`` [B, n] are the prompts as the caller gave them, padding included."""
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        new = self.rows.padded(0 if pad is None else int(pad))
+        return GenerateOutput(
+            sequences=torch.cat([input_ids, new.to(input_ids.device)], dim=1),
+            scores=by_step(self.rows.chosen_from),
+            logits=by_step(self.raw_logits),
+            num_new_tokens=torch.tensor([len(self.rows.new_tokens(b)) for b in range(len(self.rows))]),
+            stats=self.stats,
+            trace=self.trace,
+        )
+
+
+def with_probs(r: Round, draft: Draft, p: Tensor) -> Round:
+    """The round with p [k+1, V] and, if the draft has one, q [k, V]."""
+    k = len(r.drafted)
+    q = None if draft.probs is None else draft.probs[r.row, :k]
+    return replace(r, p=p[r.row, : k + 1].float().softmax(dim=-1), q=q)
+
+
+def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...] | None:
+    """Per-row lists of [V] as one [B, V] per new token, as transformers reports them; ended rows repeat their last."""
+    if not rows[0]:
+        return None
+    steps = range(max(len(row) for row in rows))
+    return tuple(torch.stack([row[min(t, len(row) - 1)] for row in rows]) for t in steps)

@@ -1,0 +1,8 @@
+"""Sources of drafts, one file each, behind one small protocol (`Drafter`)."""
+
+from specnb.drafters.base import Draft, Drafter, Session
+from specnb.drafters.draft_model import DraftModel
+from specnb.drafters.prompt_lookup import PromptLookup
+from specnb.drafters.scripted import Scripted
+
+__all__ = ["Draft", "DraftModel", "Drafter", "PromptLookup", "Scripted", "Session"]

@@ -1,0 +1,107 @@
+"""The protocol between the loop and whatever guesses: `Drafter`, the `Draft` it returns, the `Session` it is told.
+
+A drafter of your own is a subclass with one method:
+
+    class Echo(specnb.Drafter):
+        def propose(self, context, limit):     # context: list[int], the row's tokens so far
+            return [context[-1]] * limit       # up to `limit` guesses; fewer, or none, is fine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specnb.processing import Processors
+    from specnb.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """The guesses of one round.
+
+    Attributes:
+        tokens: LongTensor [B, K]; row b holds guesses in its first ``lengths[b]`` columns, anything after them.
+        lengths: LongTensor [B] on the CPU, the guesses of each row.
+        probs: q [B, K, V], the law each guess was drawn from; None for a deterministic guess (q is one-hot).
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    probs: Tensor | None = None
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]]) -> Draft:
+        """A deterministic draft from one list of token ids per row; lists may differ in length and be empty."""
+        lengths = [len(row) for row in rows]
+        padded = [list(row) + [0] * (max(lengths) - len(row)) for row in rows]
+        tokens = torch.tensor(padded, dtype=torch.long).reshape(len(rows), max(lengths))
+        return cls(tokens, torch.tensor(lengths))
+
+    def to(self, device: torch.device) -> Draft:
+        """The same draft with its tensors on the device; the lengths stay on the CPU."""
+        probs = None if self.probs is None else self.probs.to(device)
+        return Draft(self.tokens.to(device), self.lengths, probs)
+
+    @classmethod
+    def empty(cls, batch_size: int) -> Draft:
+        """No guess for any row: the round is one step of plain decoding."""
+        return cls.from_lists([[]] * batch_size)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a drafter is told when a run starts.
+
+    Attributes:
+        model: the target.
+        rows: the sequences as they grow; a live view, the same one that `Drafter.draft` is handed.
+        processors: the logits processors a draft must share with the target, applied at every position.
+        vocab_size: V, the number of tokens the target scores.
+        tokenizer: the target's, if the caller gave it.
+    """
+
+    model: PreTrainedModel
+    rows: Rows
+    processors: Processors
+    vocab_size: int
+    tokenizer: Any = None
+
+
+class Drafter:
+    """A source of guesses. Subclasses override `propose` (one row at a time) or `draft` (all rows at once).
+
+    One object serves any number of runs, one after the other: `start` forgets the run before.
+
+    Args:
+        num_draft_tokens: k, the most tokens guessed per row and round; at least 1.
+    """
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 1:
+            raise ValueError(
+                f"num_draft_tokens must be a whole number of at least 1, got {num_draft_tokens!r}. "
+                "For plain decoding pass drafter=None."
+            )
+        self.num_draft_tokens = num_draft_tokens
+
+    def start(self, session: Session) -> None:
+        """A new run begins. Called once, after the prompt is known and before the first `draft`."""
+
+    def draft(self, rows: Rows, limits: list[int]) -> Draft:
+        """Guess the next tokens of every row, at most ``limits[b]`` for row b (0: the row wants none)."""
+        return Draft.from_lists([self.propose(rows.tokens(b), n)[:n] if n else [] for b, n in enumerate(limits)])
+
+    def propose(self, context: list[int], limit: int) -> list[int]:
+        """Guess up to ``limit`` tokens that follow ``context``."""
+        raise NotImplementedError(f"{type(self).__name__} must define propose(context, limit) or draft(rows, limits).")
+
+    def observe(self, rows: Rows, kept: list[int]) -> None:
+        """The round is decided: row b has grown by ``kept[b]`` tokens. Roll back what was guessed in vain."""

@@ -1,0 +1,66 @@
+"""Logits processors at every position of a round: what turns the model's logits into p (and the draft's into q).
+
+transformers builds the processors and applies them to one position of one row after the other. A round has several
+positions at once, and a processor such as the repetition penalty must see, at each of them, exactly the context that
+plain decoding would show it: the row so far plus the guesses before that place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+
+if TYPE_CHECKING:
+    from specnb.rows import Rows
+
+# these look at the scores only, never at the context: all rows and positions go through in one call
+_CONTEXT_FREE = {
+    getattr(hf, name)
+    for name in (
+        "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper "
+        "TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor "
+        "InfNanRemoveLogitsProcessor LogitNormalization"
+    ).split()
+    if hasattr(hf, name)
+}
+
+
+class Processors:
+    """The logits processors of a run, one list per row (rows of a batch may have been prepared apart)."""
+
+    def __init__(self, per_row: list[LogitsProcessorList]) -> None:
+        self.per_row = per_row
+        self.context_free = all(type(p) in _CONTEXT_FREE for processors in per_row for p in processors)
+
+    def __call__(self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Tensor) -> Tensor:
+        """The target's p at every place of the round, as scores.
+
+        Args:
+            drafted: LongTensor [B, K], the guesses; ``lengths`` [B] of them count.
+            logits: [B, T, V], T ≥ K + 1; place t follows the row's context and its first t guesses.
+
+        Returns:
+            scores [B, K+1, V], float32 where a processor ran.
+        """
+        logits = logits[:, : drafted.shape[1] + 1]
+        if not any(self.per_row):
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        for b in rows.active:
+            places = int(lengths[b]) + 1
+            scores[b, :places] = self.score(rows, b, drafted[b, : places - 1], scores[b, :places])
+        return scores
+
+    def score(self, rows: Rows, b: int, guesses: Tensor, scores: Tensor, first: int = 0) -> Tensor:
+        """Process scores [T, V] of row b, where place t follows the context and its first ``first + t`` guesses."""
+        if self.context_free:
+            return self.per_row[b](guesses[None], scores)
+        context = torch.cat([rows.context(b).to(scores.device), guesses])
+        start = len(context) - len(guesses) + first
+        places = range(start, start + len(scores))
+        return torch.cat([self.per_row[b](context[None, :n], scores[n - start, None]) for n in places])

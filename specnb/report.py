@@ -1,0 +1,174 @@
+"""What a run tells about itself: rounds (the trace), counts (the statistics), and the object `generate` returns.
+
+These listen to commits and own nothing of the loop. All counts are of committed tokens, cut where the row ended;
+only ``drafted`` counts every proposal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass(frozen=True)
+class Round:
+    """One row's part of one round, as committed.
+
+    Attributes:
+        row: the row of the batch.
+        drafted: the token ids proposed.
+        num_accepted: how many of them were accepted and written.
+        next_token: the correction or bonus token written after them; None if the row ended before it.
+        is_bonus: True if all proposals passed, so that ``next_token`` came for free.
+        p: target distribution [k+1, V] at the round's places, with ``return_trace="probs"``.
+        q: draft distribution [k, V], with ``return_trace="probs"``, if the drafter has one.
+    """
+
+    row: int
+    drafted: list[int]
+    num_accepted: int
+    next_token: int | None
+    is_bonus: bool
+    p: Tensor | None = field(default=None, repr=False, compare=False)
+    q: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def emitted(self) -> list[int]:
+        """The tokens this round wrote."""
+        tail = [] if self.next_token is None else [self.next_token]
+        return self.drafted[: self.num_accepted] + tail
+
+    @property
+    def rejected(self) -> bool:
+        """Whether a proposal was turned down and its correction written."""
+        return self.next_token is not None and not self.is_bonus
+
+
+class Stats:
+    """Counts per row, and the ratios made of them.
+
+    Attributes:
+        target_passes: LongTensor [B], target passes in which the row took part; the prompt's prefill is not counted.
+        drafted, accepted, rejected, emitted: LongTensor [B], tokens. ``accepted`` leaves out corrections and bonus
+            tokens; ``rejected`` counts rounds that ended in a correction.
+        seconds: wall time of the whole run, prefill included.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        counts = torch.zeros(5, batch_size, dtype=torch.long)
+        self.target_passes, self.drafted, self.accepted, self.rejected, self.emitted = counts
+        self.seconds = 0.0
+        self._reached: list[list[int]] = [[] for _ in range(batch_size)]  # per row and draft position
+        self._passed: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def on_commit(self, rounds: list[Round]) -> None:
+        for r in rounds:
+            self.target_passes[r.row] += 1
+            self.drafted[r.row] += len(r.drafted)
+            self.accepted[r.row] += r.num_accepted
+            self.rejected[r.row] += int(r.rejected)
+            self.emitted[r.row] += len(r.emitted)
+            _count_up(self._passed[r.row], r.num_accepted)
+            _count_up(self._reached[r.row], r.num_accepted + int(r.rejected))
+
+    @property
+    def tokens_per_pass(self) -> Tensor:
+        """Emitted tokens per target pass [B]; 1 is plain decoding."""
+        return self.emitted / self.target_passes
+
+    @property
+    def acceptance_rate(self) -> Tensor:
+        """Accepted share of all proposals [B]; NaN where nothing was drafted."""
+        return self.accepted / self.drafted
+
+    @property
+    def alpha(self) -> Tensor:
+        """α [B]: accepted share of the proposals that were reached; NaN where nothing was drafted."""
+        return self.accepted / (self.accepted + self.rejected)
+
+    @property
+    def acceptance_by_position(self) -> Tensor:
+        """α by draft position [K], over all rows: accepted share among the rounds that reached the position."""
+        longest = max(len(row) for row in self._reached)
+        passed, reached = (_column_sums(rows, longest) for rows in (self._passed, self._reached))
+        return passed / reached
+
+    def row(self, b: int) -> Stats:
+        """The statistics of one row alone."""
+        return self._select([b])
+
+    def total(self) -> Stats:
+        """All rows added up into one."""
+        whole = self._select(range(len(self.emitted)))
+        for name in ("target_passes", "drafted", "accepted", "rejected", "emitted"):
+            setattr(whole, name, getattr(self, name).sum(0, keepdim=True))
+        longest = max(len(row) for row in self._reached)
+        whole._reached = [_column_sums(self._reached, longest).long().tolist()]
+        whole._passed = [_column_sums(self._passed, longest).long().tolist()]
+        return whole
+
+    def _select(self, rows: Any) -> Stats:
+        part = Stats(len(rows))
+        for name in ("target_passes", "drafted", "accepted", "rejected", "emitted"):
+            setattr(part, name, getattr(self, name)[list(rows)])
+        part._reached, part._passed = [self._reached[b] for b in rows], [self._passed[b] for b in rows]
+        part.seconds = self.seconds
+        return part
+
+    def __repr__(self) -> str:
+        emitted, passes = int(self.emitted.sum()), int(self.target_passes.sum())
+        per_pass = f"{emitted / passes:.2f} tokens per pass" if passes else "no pass"
+        draft = f"{int(self.accepted.sum())} of {int(self.drafted.sum())} drafted tokens accepted"
+        return f"Stats({emitted} tokens in {passes} target passes, {per_pass}; {draft}; {self.seconds:.2f} s)"
+
+
+def _count_up(counts: list[int], first: int) -> None:
+    """Add one to each of the first ``first`` positions."""
+    counts.extend([0] * (first - len(counts)))
+    for position in range(first):
+        counts[position] += 1
+
+
+def _column_sums(rows: list[list[int]], longest: int) -> Tensor:
+    padded = [row + [0] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded).reshape(len(rows), longest).sum(0).float()
+
+
+class Trace(list):
+    """Listener that keeps every round."""
+
+    def on_commit(self, rounds: list[Round]) -> None:
+        self.extend(rounds)
+
+
+class StreamerListener:
+    """Hands committed tokens to a transformers streamer: in order, each once."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+
+    def on_commit(self, rounds: list[Round]) -> None:
+        for token in (token for r in rounds for token in r.emitted):
+            self.streamer.put(torch.tensor([token]))
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns; transformers' own output with the account of the run added.
+
+    Attributes:
+        sequences: LongTensor [B, prompt + new], right-padded after the end of each row.
+        num_new_tokens: LongTensor [B].
+        stats: `Stats`.
+        trace: list of `Round`, in order of rounds, then rows; None unless asked for.
+        scores: with ``output_scores``: one tensor [B, V] per new token, the processed scores it was chosen from.
+        logits: with ``output_logits``: the same before the processors.
+    """
+
+    num_new_tokens: Tensor | None = None
+    stats: Stats | None = None
+    trace: list[Round] | None = None

@@ -1,0 +1,137 @@
+"""The sequences of a batch as they grow: what is known of each row, and when it ends.
+
+Everything here lives on the host and holds unpadded rows, so that a row of a batch sees exactly what it would see
+alone. A commit goes token by token: each one is appended, then the stop rules are asked, so that end-of-sequence,
+stop strings, custom criteria and ``max_new_tokens`` all cut at the same place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from specnb.report import Round
+
+if TYPE_CHECKING:
+    from specnb.drafters.base import Draft
+
+
+class Rows:
+    """B growing sequences.
+
+    Args:
+        prompts: the token ids of each row, unpadded, at least one.
+        budgets: new tokens each row may get.
+        criteria: transformers' stopping criteria of each row.
+    """
+
+    def __init__(self, prompts: list[list[int]], budgets: list[int], criteria: list[StoppingCriteriaList]) -> None:
+        self._tokens = [list(prompt) for prompt in prompts]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.budgets, self.criteria = budgets, criteria
+        self.finished = [budget <= 0 for budget in budgets]
+        self._ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]  # grown buffers, see `context`
+        self.chosen_from: list[list[Tensor]] = [[] for _ in prompts]  # scores of each new token, if they are kept
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def active(self) -> list[int]:
+        """The rows that still grow."""
+        return [b for b, finished in enumerate(self.finished) if not finished]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row so far, prompt included. The last one has not been through the model yet."""
+        return [len(tokens) for tokens in self._tokens]
+
+    @property
+    def room(self) -> list[int]:
+        """New tokens each row may still get; 0 once it has ended."""
+        used = zip(self.budgets, self.prompt_lengths, self._tokens, self.finished)
+        return [0 if done else budget - (len(tokens) - prompt) for budget, prompt, tokens, done in used]
+
+    def tokens(self, b: int) -> list[int]:
+        """Row b's token ids so far (a copy)."""
+        return list(self._tokens[b])
+
+    def view(self, b: int) -> list[int]:
+        """Row b's token ids so far, not copied: read only."""
+        return self._tokens[b]
+
+    def new_tokens(self, b: int) -> list[int]:
+        """What row b has got since its prompt."""
+        return self._tokens[b][self.prompt_lengths[b] :]
+
+    def context(self, b: int) -> Tensor:
+        """Row b's token ids as a LongTensor [n] on the CPU; appending costs no copy of the row."""
+        tokens, ids = self._tokens[b], self._ids[b]
+        return ids[: len(tokens)]
+
+    def pass_tokens(self, draft: Draft, width: int) -> Tensor:
+        """The input of one pass, LongTensor [B, width]: each row's newest token, its guesses, then filler."""
+        device = draft.tokens.device
+        newest = torch.tensor([tokens[-1] for tokens in self._tokens], device=device)
+        filled = torch.zeros(len(self), width, dtype=torch.long, device=device)
+        filled[:, 0] = newest
+        k = draft.tokens.shape[1]
+        in_use = torch.arange(k) < draft.lengths[:, None]
+        filled[:, 1 : k + 1] = draft.tokens * in_use.to(device)
+        return filled
+
+    def commit(
+        self, drafts: list[list[int]], accepted: list[int], following: list[int], scores: Tensor | None = None
+    ) -> list[Round]:
+        """Write each active row's accepted guesses and the token after them, up to where the row ends.
+
+        Args:
+            drafts: the guesses of each row.
+            accepted: how many of them the verdict lets stand.
+            following: the correction or bonus token of each row.
+            scores: [B, K+1, V], kept for every committed token if given (custom stop rules may look at them).
+        """
+        rows = [(b, None if scores is None else scores[b]) for b in self.active]
+        return [self._commit_row(b, drafts[b], accepted[b], following[b], row_scores) for b, row_scores in rows]
+
+    def _commit_row(self, b: int, guesses: list[int], accepted: int, following: int, scores: Tensor | None) -> Round:
+        kept = 0
+        for token in [*guesses[:accepted], following]:
+            self._append(b, token)
+            if scores is not None:
+                self.chosen_from[b].append(scores[kept])
+            kept += 1
+            if self._has_ended(b):
+                self.finished[b] = True
+                break
+        complete = kept == accepted + 1
+        return Round(
+            row=b,
+            drafted=guesses,
+            num_accepted=min(kept, accepted),
+            next_token=following if complete else None,
+            is_bonus=complete and accepted == len(guesses),
+        )
+
+    def _append(self, b: int, token: int) -> None:
+        n = len(self._tokens[b])
+        if n == len(self._ids[b]):
+            self._ids[b] = torch.cat([self._ids[b], torch.zeros(n + 64, dtype=torch.long)])
+        self._ids[b][n] = token
+        self._tokens[b].append(token)
+
+    def _has_ended(self, b: int) -> bool:
+        if len(self._tokens[b]) - self.prompt_lengths[b] >= self.budgets[b]:
+            return True
+        scores = tuple(self.chosen_from[b]) or None
+        return bool(self.criteria[b](self.context(b)[None], scores).all())
+
+    def padded(self, pad_token_id: int) -> Tensor:
+        """The new tokens of all rows, LongTensor [B, longest], right-padded."""
+        new = [self.new_tokens(b) for b in range(len(self))]
+        longest = max(len(tokens) for tokens in new)
+        filled = [tokens + [pad_token_id] * (longest - len(tokens)) for tokens in new]
+        return torch.tensor(filled, dtype=torch.long).reshape(len(self), longest)
