@@ -1,0 +1,64 @@
+# make lab          install, fetch the model, open JupyterLab on notebooks/
+# make test         everything that must hold: lint, types, tests, notebooks, browser
+# make test-quick   the tests without the real model, notebooks and browser
+# make test-oldest  the quick tests with the oldest transformers that specnb supports
+# make notebooks    run the series headless in full mode and store the outputs
+# make clean        remove the environments and every cache in this folder (the fetched model stays)
+#
+# Variables: PYTHON=python3.12, LAB_FLAGS=--no-browser,
+#            TORCH_INDEX=https://download.pytorch.org/whl/cu128 for another build of torch
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+LAB_FLAGS ?=
+
+PY        := .venv/bin/python
+INSTALLED := .venv/.installed
+MODEL     := .venv/.model
+OLDEST    := transformers==5.17.0
+QUICK     := -m "not real_model and not slow and not notebook and not browser"
+SETUP      = PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/setup.sh
+
+.PHONY: lab test test-quick test-oldest notebooks clean again
+.DEFAULT_GOAL := lab
+
+# The stamp's lines are the folder and the torch index it was made for: a moved checkout and a newly chosen
+# build of torch are installed again.
+ifneq ($(shell sed -n 1p $(INSTALLED) 2>/dev/null),$(CURDIR))
+$(INSTALLED): again
+else ifneq ($(TORCH_INDEX),)
+ifneq ($(shell sed -n 2p $(INSTALLED) 2>/dev/null),$(TORCH_INDEX))
+$(INSTALLED): again
+endif
+endif
+
+$(INSTALLED): pyproject.toml constraints.txt .ci/setup.sh
+	@$(SETUP) .venv
+
+.venv-oldest/.installed: pyproject.toml constraints.txt .ci/setup.sh
+	@$(SETUP) .venv-oldest $(OLDEST)
+
+$(MODEL): $(INSTALLED)
+	@$(PY) -m specnb.fetch
+	@touch $@
+
+lab: $(MODEL)
+	$(PY) -m jupyterlab $(LAB_FLAGS) notebooks
+
+test: $(MODEL)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest
+
+test-quick: $(INSTALLED)
+	$(PY) -m pytest $(QUICK)
+
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest $(QUICK)
+
+notebooks: $(MODEL)
+	$(PY) tests/run_notebooks.py
+
+clean:
+	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis test-results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
