@@ -140,15 +140,15 @@ def run(path: Path, mode: str = "full") -> NotebookNode:
 
 def normalise(notebook: NotebookNode) -> NotebookNode:
     """Keep what a reader sees and nothing that changes from run to run or from machine to machine."""
-    notebook.metadata = NotebookNode(
-        kernelspec=KERNEL, language_info={"name": "python"}, specnb={"sources": sources_hash(notebook)}
+    notebook.metadata = nbformat.from_dict(
+        {"kernelspec": KERNEL, "language_info": {"name": "python"}, "specnb": {"sources": sources_hash(notebook)}}
     )
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     seen: dict[str, int] = {}
     count = 0
     for cell in notebook.cells:
         cell.id = _cell_id(cell, seen)
-        cell.metadata = NotebookNode(_kept_metadata(cell.metadata))
+        cell.metadata = nbformat.from_dict(_kept_metadata(cell.metadata))
         if cell.cell_type == "code":
             count += cell.execution_count is not None
             cell.execution_count = count if cell.execution_count is not None else None
