@@ -29,6 +29,7 @@ class Progress:
         self._started = time.monotonic()
         self._next_draw = self._started
         self._quarter = -1
+        self._ended = False
         self._display: Any = None
         self._notebook = in_notebook()
         self._terminal = not self._notebook and sys.stderr.isatty()
@@ -41,7 +42,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._next_draw = 0.0
+            self._next_draw, self._ended = 0.0, True
             self.update(self.total or 0)
         if self._terminal:
             print(file=sys.stderr)
@@ -84,7 +85,8 @@ class Progress:
             self._display.update(line)
 
     def _print_at_quarters(self, done: int) -> None:
-        quarter = 4 * done // self.total if self.total else 0
+        """At every quarter; where there are no quarters, at the start and the end."""
+        quarter = 4 * done // self.total if self.total else int(self._ended)
         if quarter > self._quarter:
             self._quarter = quarter
             print(self.text(done), file=sys.stderr, flush=True)
