@@ -82,6 +82,12 @@ def calling_streamer() -> Any | None:
 
     Without it a ``TextIteratorStreamer`` would wait for ever for tokens that nobody sends.
     """
-    frame = sys._getframe(2)
-    is_generate = frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
-    return frame.f_locals.get("streamer") if is_generate else None
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    for _ in range(4):  # decode, the wrapper of torch.no_grad, generate
+        if frame.f_code is generate:
+            return frame.f_locals.get("streamer")
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None

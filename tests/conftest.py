@@ -1,0 +1,51 @@
+"""Fixtures shared by the tests; the models themselves are in tiny.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import specnb
+from tests.tiny import perturbed, tiny_model
+
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+
+_THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """One thread for tiny models, where threads only wait for each other; all of them for the real one."""
+    torch.set_num_threads(_THREADS if request.node.get_closest_marker("real_model") else 1)
+
+
+@pytest.fixture(scope="session")
+def llama():
+    """One tiny Llama for the tests that do not depend on the family."""
+    return tiny_model("llama")
+
+
+# Every lossless drafter, as a function of the target. Greedy and statistical tests run over all of them.
+DRAFTERS = {
+    "none": lambda model: None,
+    "lookup": lambda model: specnb.PromptLookup(),
+    "copy": lambda model: specnb.DraftModel(model),
+    "perturbed": lambda model: specnb.DraftModel(perturbed(model), num_draft_tokens=3),
+    "always wrong": lambda model: specnb.Scripted(lambda context: [(context[-1] + 1 + i) % 7 for i in range(4)]),
+    "now and then": lambda model: specnb.Scripted(lambda context: context[: len(context) % 4]),
+}
+
+
+@pytest.fixture(params=DRAFTERS)
+def make_drafter(request):
+    """A function model → drafter, for each kind of drafter."""
+    return DRAFTERS[request.param]
+
+
+@pytest.fixture(scope="session")
+def real():
+    """The default model and its tokenizer (float32), for tests marked real_model."""
+    return specnb.load_model(dtype=torch.float32)
