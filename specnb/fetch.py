@@ -270,9 +270,11 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    packed = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **_unpacked()
+    packed, report = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True, **_unpacked()
     )
+    if report["missing_keys"]:  # transformers would leave them random
+        raise ValueError(f"{gguf.name} lacks the weights {sorted(report['missing_keys'])}")
     config = packed.config.to_dict()
     config.pop("quantization_config", None)  # a model that carries it refuses to be saved
     config.pop("_name_or_path", None)
