@@ -72,8 +72,8 @@ install_torch() {
 }
 
 give_up() {
-    fail "pip could not install everything; its message is above. Without a network connect and try again (behind a" \
-        "proxy, set HTTPS_PROXY). With 'No space left on device', make room here or point TMPDIR to a larger disk." \
+    fail "pip could not install everything; its message is above. No network? Connect, or behind a" \
+        "proxy set HTTPS_PROXY. No space left on device? Make room here, or point TMPDIR to a larger disk." \
         "Then run the same command again: it starts where it is safe to."
 }
 

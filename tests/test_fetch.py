@@ -311,7 +311,7 @@ def test_a_child_is_ended_when_the_reader_interrupts():
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, layers: int = 1) -> dict[str, torch.Tensor]:
-    """Write `model` as Q4_1, the way llama.cpp lays out a Llama of that many layers; the weights as the file has them."""
+    """Write `model` as Q4_1, laid out like a Llama of `layers` layers; its weights as the file has them."""
     import gguf
 
     config = model.config
