@@ -393,7 +393,7 @@ def _knee_by_step(positions: list[int], ms: list[float], tolerance: float = 1.25
     return max(T for i, T in enumerate(positions) if ms[i] <= tolerance * ms[max(i - 1, 0)])
 
 
-def _rows(start: int, stop: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+def _rows(start: int, stop: int) -> Callable[[Tensor, Tensor], Tensor]:
     """The choices at rows [T − k + start, T + stop): which slice of the pass an answer reads."""
 
     def choices(logits: Tensor, draft: Tensor) -> Tensor:

@@ -30,12 +30,13 @@ _STATIC = Path(__file__).parent / "static"
 KINDS = {
     "accepted": ("✓", "span", "accepted"),
     "rejected": ("✗", "del", "rejected"),
-    "unused": ("–", "del", "drafted in vain"),
+    "unused": ("○", "del", "dropped with it"),
     "correction": ("↻", "ins", "correction (target)"),
     "bonus": ("★", "strong", "bonus (target)"),
     "plain": ("→", "ins", "target, nothing drafted"),
 }
 _WRITTEN = ("accepted", "correction", "bonus", "plain")
+_LETTERS = string.ascii_uppercase  # written out in the quiz's twin, since pages strip the type of a list
 _PROMPT_CHARS = 400  # of a long prompt only the end is shown
 
 
@@ -489,26 +490,23 @@ class Quiz(anywidget.AnyWidget):
         super().__init__(question=question, options=options, answer=place, why=why, hints=list(hints or []))
 
     def __repr__(self) -> str:
-        options = [
-            f"  {letter}. {option}" for letter, option in zip(string.ascii_uppercase, self.options, strict=False)
-        ]
+        options = [f"  {letter}. {option}" for letter, option in zip(_LETTERS, self.options, strict=False)]
         return "\n".join([self.question, *options])
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         return _bundle(super()._repr_mimebundle_(**kwargs), {"text/plain": repr(self), "text/html": self._twin()})
 
     def _twin(self) -> str:
-        options = "".join(f"<li>{_inline(option)}</li>" for option in self.options)
-        letter = string.ascii_uppercase[self.answer]
+        options = [f"{letter}. {_inline(option)}" for letter, option in zip(_LETTERS, self.options, strict=False)]
         return (
-            f'<p><strong>{_inline(self.question)}</strong></p><ol type="A">{options}</ol>'
-            f"<details><summary>Answer</summary><p>{letter}. {_inline(self.options[self.answer])}</p>"
+            f"<p><strong>{_inline(self.question)}</strong></p><p>{'<br>'.join(options)}</p>"
+            f"<details><summary>Answer</summary><p>{options[self.answer]}</p>"
             f"<p>{_inline(self.why)}</p></details>"
         )
 
 
 def _check_options(options: list[str], hints: Sequence[str] | None) -> None:
-    if not 2 <= len(options) <= len(string.ascii_uppercase) or len(set(options)) < len(options):
+    if not 2 <= len(options) <= len(_LETTERS) or len(set(options)) < len(options):
         raise ValueError(f"A quiz needs two or more different options, got {options}.")
     if hints is not None and len(hints) != len(options):
         raise ValueError(f"Give one hint per option: {len(options)} options, {len(hints)} hints.")

@@ -6,15 +6,13 @@ The second half tests the runner itself, on small notebooks made here.
 import os
 import re
 import stat
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-sys.path.insert(0, str(Path(__file__).parent))
-import run_notebooks as runner
+from tests import run_notebooks as runner
 
 NOTEBOOKS = sorted(runner.NOTEBOOKS.glob("*.ipynb"))
 BY_NAME = [pytest.param(path, id=path.stem) for path in NOTEBOOKS]
@@ -27,6 +25,7 @@ def test_stored_outputs_are_fresh_and_within_budget(path):
 
 
 @pytest.mark.notebook
+@pytest.mark.real_model
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", BY_NAME)
 def test_notebook_runs_headless_in_fast_mode(path):

@@ -68,7 +68,7 @@ function render({ model, el }) {
     if (timer) return stop();
     if (model.get("index") === last) show(0);
     play.setAttribute("aria-pressed", "true");
-    play.textContent = "⏸ pause";
+    play.textContent = "■ stop";
     timer = setInterval(() => (model.get("index") < last ? step(1) : stop()), PLAY_MS);
   };
 
@@ -77,10 +77,10 @@ function render({ model, el }) {
   const count = make("p", { class: "specnb-count", role: "status", "aria-live": "polite" });
   const slider = make("input", { type: "range", min: 0, max: last, step: 1, "aria-label": "Round" });
   slider.addEventListener("input", () => show(slider.valueAsNumber));
-  const first = button("⏮", "Before the first round", () => show(0));
+  const first = button("|◀", "Before the first round", () => show(0));
   const back = button("◀", "Previous round", () => step(-1));
   const next = button("▶", "Next round", () => step(1));
-  const end = button("⏭", "Last round", () => show(last));
+  const end = button("▶|", "Last round", () => show(last));
   const play = button("▶ play", "Play the rounds", toggle);
   play.setAttribute("aria-pressed", "false");
   const bar = make("div", { class: "specnb-bar", role: "toolbar", "aria-label": "Step through the rounds" }, first, back, slider, next, end, play);

@@ -2,15 +2,13 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]  # lab, workbench; run_notebooks
-from lab import CHROMIUM_FLAGS, Lab, find_chromium, lab_server
-from workbench import RESET, workbench
+from tests.browser.lab import CHROMIUM_FLAGS, Lab, find_chromium, lab_server
+from tests.browser.workbench import RESET, workbench
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LEFT_OUT = shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
