@@ -154,7 +154,9 @@ class RaggedCache(Cache):
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Store new [B, H, T, D] in buffer [B, H, capacity, D] at the planned slots."""
         if self._slots is None:
-            raise RuntimeError("A RaggedCache is filled by specnb.target_pass(model, cache, tokens), not by model(...).")
+            raise RuntimeError(
+                "A RaggedCache is filled by specnb.target_pass(model, cache, tokens), not by model(...)."
+            )
         if self._start is not None:  # all rows at the same place: a plain slice is the fastest copy
             buffer[:, :, self._start : self._start + new.shape[2]] = new
             return

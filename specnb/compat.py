@@ -20,8 +20,8 @@ _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 
 
 @cache
-def _forward_parameters(model_class: type) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]
+def _forward_parameters(model_class: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:
@@ -51,7 +51,9 @@ def layer_windows(config: Any) -> list[int | None]:
         raise ValueError(_no_rollback(config, ", ".join(foreign) or "chunked attention"))
     windows = [_window(config, layer) for layer in _default_layers(config)]
     if len(set(windows) - {None}) > 1:
-        raise ValueError(f"{config.model_type}: sliding windows of several sizes are not supported, got {set(windows)}.")
+        raise ValueError(
+            f"{config.model_type}: sliding windows of several sizes are not supported, got {set(windows)}."
+        )
     return windows
 
 

@@ -182,7 +182,7 @@ class Run:
         self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
         self.config, self.pass_width = config, pass_width
         self.stats, self.trace = Stats(len(rows)), Trace() if return_trace else None
-        self.listeners = [self.stats] if self.trace is None else [self.stats, self.trace]
+        self.listeners: list[Any] = [self.stats] if self.trace is None else [self.stats, self.trace]
         self.keep_probs = return_trace == "probs"
         self.raw_logits: list[list[Tensor]] = [[] for _ in rows.lengths]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, StopStringCriteria
 
-from specnb import checks, compat
+from specnb import checks
 
 # what model.generate hands to a custom loop for its own bookkeeping; anything else would be an input we do not use
 _BOOKKEEPING = {
@@ -83,7 +83,9 @@ def with_stop_strings(model: PreTrainedModel, tokenizer: Any, options: dict[str,
     if not stop_strings:
         return options
     if tokenizer is None:
-        raise ValueError(f"stop_strings={stop_strings!r} needs the model's tokenizer: generate(..., tokenizer=tokenizer).")
+        raise ValueError(
+            f"stop_strings={stop_strings!r} needs the model's tokenizer: generate(..., tokenizer=tokenizer)."
+        )
     stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or []), stop])
     return {**options, "stop_strings": None, "stopping_criteria": criteria}

@@ -14,18 +14,25 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-
 if TYPE_CHECKING:
     from specnb.rows import Rows
 
 # these look at the scores only, never at the context: all rows and positions go through in one call
 _CONTEXT_FREE = {
     getattr(hf, name)
-    for name in (
-        "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper "
-        "TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor "
-        "InfNanRemoveLogitsProcessor LogitNormalization"
-    ).split()
+    for name in [
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TopHLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    ]
     if hasattr(hf, name)
 }
 

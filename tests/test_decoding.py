@@ -101,7 +101,9 @@ def test_one_new_token_needs_no_draft(llama):
 
 def test_eos_inside_an_accepted_block_ends_the_row_and_its_counts_there(llama):
     eos = third_token(llama)
-    out = specnb.generate(llama, IDS, specnb.DraftModel(llama, 6), max_new_tokens=24, eos_token_id=eos, return_trace=True)
+    out = specnb.generate(
+        llama, IDS, specnb.DraftModel(llama, 6), max_new_tokens=24, eos_token_id=eos, return_trace=True
+    )
     assert out.sequences.tolist() == plain(llama, IDS, eos_token_id=eos).tolist()
     assert out.sequences[0, -1] == eos
     assert out.stats.accepted.tolist() == [3]
@@ -141,7 +143,7 @@ def test_the_same_drafter_object_twice_is_as_good_as_new(llama, make_drafter):
     assert again.trace == first.trace
 
 
-# --- decode, behind model.generate --------------------------------------------------------------------------------
+# --- decode, behind model.generate ---
 
 
 def test_decode_behind_generate(llama, make_drafter):
@@ -169,7 +171,7 @@ def test_decode_returns_a_dictionary_with_scores_as_transformers_does(llama, mak
     assert int(out.stats.emitted) == 24
 
 
-# --- streaming -----------------------------------------------------------------------------------------------------
+# --- streaming ---
 
 
 class Recorder:
@@ -219,7 +221,7 @@ def test_a_streamer_follows_one_row_only(llama):
         specnb.generate(llama, IDS.repeat(2, 1), streamer=Recorder(), max_new_tokens=4)
 
 
-# --- statistics and trace --------------------------------------------------------------------------------------------
+# --- statistics and trace ---
 
 
 def test_a_copy_of_the_target_gives_k_plus_1_tokens_a_pass(llama):
@@ -271,7 +273,7 @@ def test_trace_holds_p_and_the_rounds_on_request(llama):
     assert specnb.generate(llama, IDS, max_new_tokens=3).trace is None
 
 
-# --- interruption and failure ------------------------------------------------------------------------------------------
+# --- interruption and failure ---
 
 
 @pytest.mark.parametrize("when", ["pass", "draft"])

@@ -89,7 +89,9 @@ class DraftModel(Drafter):
 
     def _pass(self, tokens: Tensor) -> Tensor:
         self.cache.reserve(int(self.cache.lengths.max()) + tokens.shape[1])
-        tokens = tokens.clamp(max=self.model.get_input_embeddings().num_embeddings - 1)  # ids of a longer target padding
+        tokens = tokens.clamp(
+            max=self.model.get_input_embeddings().num_embeddings - 1
+        )  # ids of a longer target padding
         return target_pass(self.model, self.cache, tokens)[..., : self._vocab_size]
 
     def _choose(self, rows: Rows, lengths: Tensor, guesses: Tensor, logits: Tensor) -> Tensor:

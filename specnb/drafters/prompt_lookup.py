@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from specnb.drafters.base import Draft, Drafter, Session
 
-
 if TYPE_CHECKING:
     from specnb.rows import Rows
 

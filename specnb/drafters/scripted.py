@@ -35,5 +35,5 @@ class Scripted(Drafter):
             return list(self.script(context))[:limit]
         return list(self.script[self._round])[:limit] if self._round < len(self.script) else []
 
-    def observe(self, rows, kept):  # noqa: ANN001 - as in Drafter
+    def observe(self, rows, kept):
         self._round += 1
