@@ -216,7 +216,7 @@ def _stale(notebook: NotebookNode) -> Iterator[str]:
     if stored_hash(notebook) is None:
         yield "its outputs were never stored by this command"
     elif stored_hash(notebook) != sources_hash(notebook):
-        yield "its cells changed after its outputs were stored"
+        yield "its cells changed after its outputs were stored; store it again with --force and its name"
     counts = [c.execution_count for c in _code(notebook) if c.source.strip() and not _tagged(c, "skip-execution")]
     if counts != list(range(1, len(counts) + 1)):
         yield f"its cells were not run once each from top to bottom: counts {counts}"

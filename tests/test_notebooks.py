@@ -353,7 +353,7 @@ def test_broken_rule_is_found_and_nothing_else(tmp_path, change, said):
 
 def test_stale_outputs_are_found(tmp_path):
     assert problems_after(tmp_path, put(3, source="plots.plot_rounds(other)"), restamp=False) == [
-        "its cells changed after its outputs were stored"
+        "its cells changed after its outputs were stored; store it again with --force and its name"
     ]
 
 
