@@ -268,7 +268,7 @@ def _run(command: list[str], env: dict[str, str], watch: Callable[[], None]) -> 
 def convert(gguf: Path, folder: Path) -> None:
     """Read a Llama GGUF file and save the same weights in float32 as a plain safetensors model."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     packed, report = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True, **_unpacked()
@@ -285,7 +285,7 @@ def convert(gguf: Path, folder: Path) -> None:
     plain.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):  # written for the owner alone; a cache may be shared
         weights.chmod((folder / "config.json").stat().st_mode)
-    _repaired(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)).save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
 
 
 def _unpacked() -> dict[str, Any]:
@@ -296,18 +296,44 @@ def _unpacked() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-def _repaired(tokenizer: Any) -> Any:
-    """Put right what transformers does not read from the file: digits stand alone, and the context's length.
+def _tokenizer(gguf: Path) -> Any:
+    """The byte-level tokenizer that the file describes.
 
-    Without the first, the spaces before a number get other ids than the model was trained on.
+    Built here, since transformers' own reader of this part takes another end token in some versions, and in all of
+    them lets spaces run into the digits that follow, which the model never saw in training.
     """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    told = {name: field.contents() for name, field in GGUFReader(gguf).fields.items() if "tokenizer." in name}
+    tokens, kinds = told["tokenizer.ggml.tokens"], told["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in told["tokenizer.ggml.merges"]]
+    core = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    core.pre_tokenizer, core.decoder = _digits_alone(), decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    core.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        chat_template=told.get("tokenizer.chat_template"),
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+        **{f"{name}_token": tokens[number] for name, number in _special_ids(told).items()},
+    )
+
+
+def _digits_alone() -> Any:
     from tokenizers import pre_tokenizers
 
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    return pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.model_max_length = CONTEXT_LENGTH
-    return tokenizer
+
+
+def _special_ids(told: dict[str, Any]) -> dict[str, int]:
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    keys = {short: f"tokenizer.ggml.{name}_token_id" for short, name in names.items()}
+    return {short: told[key] for short, key in keys.items() if key in told}
 
 
 # --- one at a time, and errors that say what to do ----------------------------------------------------------

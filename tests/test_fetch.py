@@ -70,7 +70,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# --- where ------------------------------------------------------------------------------------------------------
+# --- where ---
 
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert fetch.cache_folder() == tmp_path / "mine"
 
 
-# --- made once --------------------------------------------------------------------------------------------------
+# --- made once ---
 
 
 def test_pip_fetches_what_the_environment_tells_it_to(made, index):
@@ -145,7 +145,7 @@ def test_processes_that_start_at_once_make_it_once(index, tmp_path):
     assert log.read_text() == "downloads\n"
 
 
-# --- damage is found --------------------------------------------------------------------------------------------
+# --- damage is found ---
 
 
 def cut(path: Path) -> None:
@@ -207,7 +207,7 @@ def test_what_a_killed_run_left_is_swept_away(index):
     assert not left.exists()
 
 
-# --- errors that say what to do ---------------------------------------------------------------------------------
+# --- errors that say what to do ---
 
 
 def test_another_file_under_the_same_name_is_refused(index, monkeypatch):
@@ -307,7 +307,7 @@ def test_a_child_is_ended_when_the_reader_interrupts():
     assert time.monotonic() - began < 300  # waiting for the child would take ten minutes
 
 
-# --- the conversion itself, on a small file --------------------------------------------------------------------
+# --- the conversion itself, on a small file ---
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, layers: int = 1) -> dict[str, torch.Tensor]:
@@ -327,8 +327,9 @@ def write_gguf(path: Path, model: LlamaForCausalLM, layers: int = 1) -> dict[str
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["t", *(f"t{i}" for i in range(config.vocab_size - 11)), *"0123456789"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
-    writer.add_token_merges(["t 0"])
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([normal, control, control] + [normal] * (config.vocab_size - 3))
+    writer.add_token_merges(["t 5"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
@@ -402,6 +403,13 @@ def test_converted_model_is_a_plain_one(converted):
     assert model.generation_config.eos_token_id == 2
 
 
+def test_converted_tokenizer_is_the_files(converted):
+    tokenizer = AutoTokenizer.from_pretrained(converted[0])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert tokenizer.tokenize("tt5 1t1") == ["t", "t5", "1", "t1"]  # a merge, and a control token; no space is known
+    assert tokenizer.decode(tokenizer("tt5t1").input_ids, skip_special_tokens=True) == "tt5"
+
+
 def test_converted_tokenizer_keeps_digits_apart(converted):
     tokenizer = AutoTokenizer.from_pretrained(converted[0])
     split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
@@ -415,7 +423,7 @@ def test_a_file_that_lacks_weights_is_refused(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-# --- the line that says how far it is --------------------------------------------------------------------------
+# --- the line that says how far it is ---
 
 
 def test_progress_in_a_log_is_a_few_lines(capsys):
