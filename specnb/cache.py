@@ -174,7 +174,7 @@ class RaggedCache(Cache):
 
 
 def attention_mask(slots: Tensor, attended: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, T, attended]: 0 where the token in ``slots[b, t]`` may look, a very negative number elsewhere.
+    """Additive mask [B, 1, T, attended]: 0 where the token in ``slots[b, t]`` may look, very negative elsewhere.
 
     A token sees the slots up to its own, and with a sliding ``window`` only the last ``window`` of them.
     """

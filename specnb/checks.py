@@ -186,7 +186,7 @@ def check_pass_width(pass_width: Any) -> None:
 
 
 def check_same_vocabulary(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None, draft_tokenizer: Any = None
 ) -> None:
     """Raise unless draft and target read the same token ids the same way and sit on one device."""
     if target.device != draft.device:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import cache
 from typing import Any
 
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
@@ -19,14 +18,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 
 
-@cache
-def _forward_parameters(model_class: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
+_FORWARD_PARAMETERS: dict[type, frozenset[str]] = {}  # reading a signature takes longer than a small pass
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:
     """Whether ``model.forward`` names this argument."""
-    return argument in _forward_parameters(type(model))
+    kind = type(model)
+    if kind not in _FORWARD_PARAMETERS:
+        _FORWARD_PARAMETERS[kind] = frozenset(inspect.signature(kind.forward).parameters)
+    return argument in _FORWARD_PARAMETERS[kind]
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -46,7 +46,7 @@ def generate(
     Args:
         model: the target, a causal LM of transformers in eval mode. It is not modified.
         input_ids: LongTensor [B, n], the prompts; padding (either side) is told by ``attention_mask``.
-        drafter: a `Drafter`, such as `PromptLookup()` or `DraftModel(small)`; None decodes plainly, through the same loop.
+        drafter: a `Drafter`, such as `PromptLookup()` or `DraftModel(small)`; None decodes plainly, in the same loop.
         attention_mask: [B, n], 1 for tokens and 0 for padding.
         tokenizer: needed for ``stop_strings``.
         seed: makes sampling reproducible.

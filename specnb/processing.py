@@ -19,22 +19,10 @@ if TYPE_CHECKING:
 
 # these look at the scores only, never at the context: all rows and positions go through in one call
 _CONTEXT_FREE = {
-    getattr(hf, name)
-    for name in [
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TopHLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-    ]
-    if hasattr(hf, name)
-}
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+}  # fmt: skip
 
 
 class Processors:

@@ -71,7 +71,7 @@ def accepted_prefix(matches: Tensor, draft_lengths: Tensor) -> Tensor:
 
 
 def raise_for_nan(invalid: Tensor, rows: Sequence[int] | None = None) -> None:
-    """Raise a ValueError that names the first row (of ``rows``, default all) and position marked in invalid [B, K+1]."""
+    """Raise a ValueError that names the first row (of ``rows``, default all) and place marked in invalid [B, K+1]."""
     found = [(row, place) for row, place in invalid.nonzero().tolist() if rows is None or row in rows]
     if found:
         row, position = found[0]
