@@ -12,7 +12,7 @@ from specnb.decoding import decode, generate
 from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
 from specnb.models import load_model
 from specnb.report import GenerateOutput, Round, Stats
-from specnb.verification import Verdict, verify_greedy
+from specnb.verification import Verdict, emitted_distribution, residual, verify_greedy, verify_sample
 
 __version__ = "0.1.0"
 
@@ -28,8 +28,11 @@ __all__ = [
     "Stats",
     "Verdict",
     "decode",
+    "emitted_distribution",
     "generate",
     "load_model",
+    "residual",
     "target_pass",
     "verify_greedy",
+    "verify_sample",
 ]

@@ -5,6 +5,7 @@ Each check raises a ValueError or TypeError that says what was wrong, what was e
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from typing import Any
@@ -237,16 +238,21 @@ _OTHER_MODES = {
     "assistant_early_exit": (None, "early exit of the target is not available as an option here; use a drafter."),
     "cache_implementation": (None, "specnb brings its own cache, the one that rolls back. Leave it out."),
     "guidance_scale": (1.0, "classifier-free guidance runs the model inside a processor and keeps state there."),
-    "do_sample": (False, "specnb decodes greedily so far. Pass do_sample=False."),
 }
 
 
 def check_generation_config(config: Any) -> None:
-    """Raise for options that ask for something other than greedy search."""
+    """Raise for options that ask for something other than greedy search or sampling."""
     for name, (neutral, reason) in _OTHER_MODES.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise ValueError(f"{name}={value!r}: {reason}")
+    temperature = config.temperature
+    if config.do_sample and temperature is not None and not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature={temperature!r}: sampling needs a finite number above 0. For the limit 0, the most likely "
+            "token always, pass do_sample=False."
+        )
 
 
 def check_processors(processors: LogitsProcessorList, prompts: list[list[int]], padded_length: int) -> None:

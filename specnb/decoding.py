@@ -9,6 +9,7 @@ Sources: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from specnb.preparation import Request, check_inputs, prepare, requests_of
 from specnb.processing import Processors
 from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
 from specnb.rows import Rows
-from specnb.verification import Verdict, judge_greedy, raise_for_nan
+from specnb.verification import Verdict, judge_greedy, judge_sample, raise_for_nan
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     tokenizer: Any = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     return_trace: bool | str = False,
     pass_width: int | None = None,
     streamer: Any = None,
@@ -49,7 +50,7 @@ def generate(
         drafter: a `Drafter`, such as `PromptLookup()` or `DraftModel(small)`; None decodes plainly, in the same loop.
         attention_mask: [B, n], 1 for tokens and 0 for padding.
         tokenizer: needed for ``stop_strings``.
-        seed: makes sampling reproducible.
+        seed: makes sampling reproducible: one number (row b draws with seed + b), or one per row.
         return_trace: True keeps every round in ``out.trace``; ``"probs"`` also p (and q) of its places.
         pass_width: W; every decoding pass then has W positions, filler included, and the prompt is prefilled in
             chunks of a fixed size. Same width, same machine: the same tokens bit for bit with any drafter or none,
@@ -74,7 +75,7 @@ def generate(
         streamer.put(input_ids.cpu())
     return decode_requests(
         model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,
-        return_trace=return_trace,
+        return_trace=return_trace, seed=seed,
     )  # fmt: skip
 
 
@@ -89,6 +90,7 @@ def decode(
     pass_width: int | None = None,
     return_trace: bool | str = False,
     streamer: Any = None,
+    seed: int | Sequence[int] | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """The decoding loop for ``model.generate(**inputs, custom_generate=specnb.decode, drafter=specnb.PromptLookup())``.
@@ -106,7 +108,7 @@ def decode(
     requests = requests_of(prompts, input_ids.shape[1], logits_processor, stopping_criteria, generation_config)
     out = decode_requests(
         model, input_ids, requests, drafter, pass_width=pass_width, return_trace=return_trace,
-        streamer=streamer or compat.calling_streamer(),
+        streamer=streamer or compat.calling_streamer(), seed=seed,
     )  # fmt: skip
     return out if generation_config.return_dict_in_generate else out.sequences
 
@@ -121,13 +123,14 @@ def decode_requests(
     pass_width: int | None = None,
     streamer: Any = None,
     return_trace: bool | str = False,
+    seed: int | Sequence[int] | None = None,
 ) -> GenerateOutput:
     """Decode prepared rows together and report."""
     started = time.perf_counter()
     checks.check_drafter(drafter)
     checks.check_pass_width(pass_width)
     checks.check_streamer(streamer, len(requests))
-    run = start(model, requests, drafter, tokenizer, pass_width, return_trace)
+    run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed)
     if streamer is not None:
         run.listeners.append(StreamerListener(streamer))
     try:
@@ -147,6 +150,7 @@ def start(
     tokenizer: Any,
     pass_width: int | None,
     return_trace: bool | str,
+    seed: int | Sequence[int] | None,
 ) -> Run:
     """Rows, caches and drafter as they stand after the prompts' prefill."""
     config, prompts = requests[0].config, [r.prompt for r in requests]
@@ -154,11 +158,25 @@ def start(
     rows = Rows(prompts, budgets, [r.criteria for r in requests])
     processors = Processors([r.processors for r in requests])
     cache = RaggedCache(model.config, len(rows), 1)
-    run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace)
+    generators = row_generators(seed, len(rows), model.device)
+    run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators)
     prefill(model, cache, [prompt[:-1] for prompt in prompts], fixed=pass_width is not None)
     if drafter is not None:
-        drafter.start(Session(model, rows, processors, vocab_size(model), tokenizer))
+        sampling = bool(config.do_sample)
+        drafter.start(Session(model, rows, processors, vocab_size(model), tokenizer, sampling, generators))
     return run
+
+
+def row_generators(
+    seed: int | Sequence[int] | None, batch_size: int, device: torch.device
+) -> list[torch.Generator] | None:
+    """One random stream per row, so that what a row draws does not depend on its neighbours; None: torch's own."""
+    if seed is None:
+        return None
+    seeds = [seed + b for b in range(batch_size)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != batch_size:
+        raise ValueError(f"seed must be one number, or one per row: got {len(seeds)} for {batch_size} rows.")
+    return [torch.Generator(device).manual_seed(s) for s in seeds]
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -178,7 +196,9 @@ class Run:
         config: GenerationConfig,
         pass_width: int | None = None,
         return_trace: bool | str = False,
+        generators: list[torch.Generator] | None = None,
     ) -> None:
+        self.generators = generators
         self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
         self.config, self.pass_width = config, pass_width
         self.stats, self.trace = Stats(len(rows)), Trace() if return_trace else None
@@ -192,7 +212,7 @@ class Run:
         tokens = self.rows.pass_tokens(draft, self.pass_width or 1 + draft.tokens.shape[1])  # [B, T]
         logits = self.target_pass(tokens)  # [B, T, V]
         p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # [B, K+1, V], as scores
-        verdict = judge_greedy(draft.tokens, p, draft.lengths.to(p.device))
+        verdict = self.judge(draft, p)
         rounds = self.commit(draft, verdict, p)
         kept = self.kept(rounds)
         self.cache.rollback(tokens.shape[1] - kept)
@@ -224,6 +244,13 @@ class Run:
         attended = None if self.pass_width is None else bucket_size(longest)
         self.cache.reserve((attended or longest) + width)
         return target_pass(self.model, self.cache, tokens, attended=attended)
+
+    def judge(self, draft: Draft, p: Tensor) -> Verdict:
+        """Greedy or sampling verification, on the device."""
+        lengths = draft.lengths.to(p.device)
+        if not self.config.do_sample:
+            return judge_greedy(draft.tokens, p, lengths)
+        return judge_sample(draft.tokens, draft.probs, p.float().softmax(dim=-1), lengths, self.generators)
 
     def commit(self, draft: Draft, verdict: Verdict, p: Tensor) -> list[Round]:
         """Bring the verdict to the host, in the round's one copy, and write what stands."""

@@ -38,7 +38,7 @@ def imports_of(path: Path) -> set[str]:
         ("rows.py", {"specnb.report"}),
         ("cache.py", {"specnb.compat"}),
         ("prefill.py", {"specnb.cache"}),
-        ("drafters/base.py", set()),
+        ("drafters/base.py", {"specnb.verification"}),
         ("drafters/scripted.py", {"specnb.drafters.base"}),
         ("drafters/prompt_lookup.py", {"specnb.drafters.base"}),
     ],

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specnb.verification import draw
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -66,6 +68,8 @@ class Session:
         processors: the logits processors a draft must share with the target, applied at every position.
         vocab_size: V, the number of tokens the target scores.
         tokenizer: the target's, if the caller gave it.
+        do_sample: whether the run samples; then a guess must be drawn from the q it is scored with.
+        generators: the rows' random number generators when sampling; None for torch's global one.
     """
 
     model: PreTrainedModel
@@ -73,6 +77,15 @@ class Session:
     processors: Processors
     vocab_size: int
     tokenizer: Any = None
+    do_sample: bool = False
+    generators: Sequence[torch.Generator] | None = None
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V]."""
+        if not self.do_sample:
+            return scores.argmax(dim=-1), None
+        q = scores.float().softmax(dim=-1)
+        return draw(q, self.generators), q
 
 
 class Drafter:

@@ -42,8 +42,7 @@ class DraftModel(Drafter):
 
     def start(self, session: Session) -> None:
         checks.check_same_vocabulary(session.model, self.model, session.tokenizer, self.tokenizer)
-        self._processors = session.processors
-        self._vocab_size = session.vocab_size
+        self._session = session
         rows = session.rows
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
         prompts = [rows.view(b)[:-1][: context_size(self.model.config)] for b in range(len(rows))]
@@ -56,11 +55,14 @@ class DraftModel(Drafter):
         if k == 0:
             return Draft(guesses, lengths)
         logits = self._catch_up(rows, lengths)
+        laws: list[Tensor] = []
         for step in range(k):
             if step:
                 logits = self._pass(guesses[:, -1:])[:, -1]
-            guesses = torch.cat([guesses, self._choose(rows, lengths, guesses, logits)[:, None]], dim=1)
-        return Draft(guesses, lengths)
+            guess, q = self._session.choose(self._process(rows, guesses, logits))
+            guesses = torch.cat([guesses, guess[:, None]], dim=1)
+            laws += [] if q is None else [q]
+        return Draft(guesses, lengths, torch.stack(laws, dim=1) if laws else None)
 
     def observe(self, rows: Rows, kept: list[int]) -> None:
         """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest."""
@@ -92,12 +94,17 @@ class DraftModel(Drafter):
         tokens = tokens.clamp(
             max=self.model.get_input_embeddings().num_embeddings - 1
         )  # ids of a longer target padding
-        return target_pass(self.model, self.cache, tokens)[..., : self._vocab_size]
+        return target_pass(self.model, self.cache, tokens)[..., : self._session.vocab_size]
 
-    def _choose(self, rows: Rows, lengths: Tensor, guesses: Tensor, logits: Tensor) -> Tensor:
-        """Each row's next guess [B]: the draft's favourite after the processors it shares with the target."""
-        if any(self._processors.per_row):
-            logits = logits.to(torch.float32, copy=True)
-            for b in rows.active:
-                logits[b] = self._processors.score(rows, b, guesses[b], logits[b, None], first=guesses.shape[1])[0]
-        return logits.argmax(dim=-1)
+    def _process(self, rows: Rows, guesses: Tensor, logits: Tensor) -> Tensor:
+        """The draft's scores [B, V] at its next place, after the processors it shares with the target."""
+        missing = self._session.vocab_size - logits.shape[-1]
+        if missing > 0:  # a target padded to more ids: the draft never guesses those
+            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        processors = self._session.processors
+        if not any(processors.per_row):
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        for b in rows.active:
+            scores[b] = processors.score(rows, b, guesses[b], scores[b, None], first=guesses.shape[1])[0]
+        return scores
