@@ -236,7 +236,7 @@ def test_error_output_fails_the_run(lab, lab_root):
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in NOTEBOOKS[:1]])
 def test_notebook_runs_in_jupyterlab(lab, path):
     lab.open(f"notebooks/{path.name}")
-    lab.run_all(timeout=300)
+    lab.run_all(timeout=600)
     replay = lab.output(".specnb-replay").first
     replay.focus()
     lab.page.keyboard.press("Home")
