@@ -127,7 +127,7 @@ def _same(got: Any, want: Any) -> bool:
 
 def _same_tensor(got: Tensor, want: Tensor) -> bool:
     alike = got.shape == want.shape and _kind(got) == _kind(want)
-    return alike and torch.allclose(got.double(), want.double(), rtol=1e-5)
+    return alike and torch.allclose(got.double(), want.double(), rtol=1e-5, equal_nan=True)
 
 
 def _same_number(got: Any, want: Any) -> bool:
@@ -936,3 +936,238 @@ def check_draft_cache_rollback(candidate: Callable[..., Any]) -> CheckResult:
     tokens but the last. It may hold fewer: then nothing is dropped.
     """
     return DRAFT_CACHE_ROLLBACK.check(candidate)
+
+
+# ---------------------------------------------------------------------------------------- 05: spin the wheel
+
+
+def _law(*weights: float) -> Tensor:
+    """A distribution in float64, from its probabilities or from numbers in their proportion."""
+    law = torch.tensor(weights, dtype=torch.float64)
+    return law / law.sum()
+
+
+def _acceptance(p: Tensor, q: Tensor) -> Tensor:
+    return torch.where(p > 0, (p / q).clamp(max=1), 0.0)
+
+
+def _normalised(left: Tensor, otherwise: Tensor) -> Tensor:
+    return left / left.sum() if left.sum() > 0 else otherwise
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    return _normalised((p - q).clamp(min=0), otherwise=p)
+
+
+_MOON = _law(0.50, 0.30, 0.20), _law(0.80, 0.10, 0.10)
+_EQUAL = _law(1, 2, 1), _law(1, 2, 1)
+_APART = _law(1, 1, 0, 0), _law(0, 0, 1, 3)
+_CERTAIN = _law(5, 2, 3), _law(0, 1, 0)
+_FIVE = _law(6, 2, 5, 0, 3), _law(1, 4, 2, 6, 3)
+
+ACCEPTANCE_PROBABILITY = Exercise(
+    "acceptance_probability",
+    ("p", "q"),
+    right=_acceptance,
+    cases=(_MOON, _EQUAL, _FIVE, (_law(3, 1, 0, 0), _law(1, 1, 2, 0))),
+    slips=(
+        Slip(
+            "upside down: the more the target likes a token, the more readily it is accepted. p goes on top.",
+            lambda p, q: torch.where(q > 0, (q / p).clamp(max=1), 0.0),
+        ),
+        Slip(
+            "p goes on top: with q/p even tokens that the target never writes are accepted.",
+            lambda p, q: (q / p).clamp(max=1),
+        ),
+        Slip(
+            "the min is missing: where p > q the ratio is above 1, and no probability is.",
+            lambda p, q: torch.where(p > 0, p / q, 0.0),
+        ),
+        Slip(
+            "two things: the ratio is above 1 where p > q, so take the minimum with 1; and 0/0 is NaN.",
+            lambda p, q: p / q,
+        ),
+        Slip(
+            "0/0 is NaN: a token with p(x) = 0 is never accepted, so write 0 there.", lambda p, q: (p / q).clamp(max=1)
+        ),
+        Slip(
+            "where both are 0 you accept; a token with p(x) = 0 never may be: write 0 there.",
+            lambda p, q: torch.where(q > 0, (p / q).clamp(max=1), 1.0),
+        ),
+        Slip(
+            "this is min(p, q), the mass that is drafted *and* accepted. Given that x was drafted, divide by q(x).",
+            torch.minimum,
+        ),
+        Slip(
+            "the target's own probability ignores that the draft chose the token: compare p with q.", lambda p, q: p + 0
+        ),
+        Slip(
+            "a threshold is no probability: where p < q the token still has a chance, p/q.",
+            lambda p, q: ((p >= q) & (p > 0)).double(),
+        ),
+        Slip("this is the probability of a rejection: 1 minus it is wanted.", lambda p, q: 1 - _acceptance(p, q)),
+    ),
+)
+
+RESIDUAL = Exercise(
+    "residual",
+    ("p", "q"),
+    right=_residual,
+    cases=(_MOON, _CERTAIN, _APART, _FIVE, _EQUAL),
+    slips=(
+        Slip(
+            "not normalised: what is left sums to the rejected mass; divide by that, so that it sums to 1.",
+            lambda p, q: (p - q).clamp(min=0),
+        ),
+        Slip(
+            "what is left must be divided by its sum, or it is no distribution.",
+            lambda p, q: p if torch.equal(p, q) else (p - q).clamp(min=0),
+        ),
+        Slip(
+            "0/0 at p == q: there nothing is left over. Return p itself, so that no NaN gets out.",
+            lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum(),
+        ),
+        Slip(
+            "all zeros at p == q are no distribution: return p itself there.",
+            lambda p, q: _normalised((p - q).clamp(min=0), otherwise=p * 0),
+        ),
+        Slip(
+            "|p − q| counts the over-bet tokens as well, and they have had their share: max(0, p − q).",
+            lambda p, q: _normalised((p - q).abs(), otherwise=p),
+        ),
+        Slip(
+            "no absolute value: where q > p nothing is left, so 0; and mind 0/0 at p == q.",
+            lambda p, q: (p - q).abs() / (p - q).abs().sum(),
+        ),
+        Slip(
+            "the other way round: the residual is what the draft bet too little on, max(0, p − q).",
+            lambda p, q: _normalised((q - p).clamp(min=0), otherwise=p),
+        ),
+        Slip(
+            "p − q, not q − p: the tokens that the draft bet too *little* on; and mind 0/0 at p == q.",
+            lambda p, q: (q - p).clamp(min=0) / (q - p).clamp(min=0).sum(),
+        ),
+        Slip("negative probabilities: cut p − q at 0, then divide by the sum.", lambda p, q: p - q),
+        Slip(
+            "p itself would give the accepted tokens a second helping: take away what q has covered.",
+            lambda p, q: p + 0,
+        ),
+        Slip(
+            "softmax turns zeros into chances: divide by the sum instead.",
+            lambda p, q: (p - q).clamp(min=0).softmax(-1),
+        ),
+    ),
+)
+
+ALPHA = Exercise(
+    "alpha",
+    ("p", "q"),
+    right=lambda p, q: float(torch.minimum(p, q).sum()),
+    cases=(_MOON, _EQUAL, _APART, _CERTAIN, _FIVE),
+    slips=(
+        Slip(
+            "Σ p·q is the chance that two independent draws agree. Acceptance is kinder: Σ min(p, q).",
+            lambda p, q: float((p * q).sum()),
+        ),
+        Slip(
+            "this is the total variation, the probability of a rejection: α is 1 minus it.",
+            lambda p, q: float((p - q).abs().sum() / 2),
+        ),
+        Slip(
+            "the ½ is missing: |p − q| counts every moved mass twice, once where it is missing and once where it is "
+            "too much.",
+            lambda p, q: float(1 - (p - q).abs().sum()),
+        ),
+        Slip(
+            "Σ |p − q| is twice the total variation, and that is the chance of a rejection.",
+            lambda p, q: float((p - q).abs().sum()),
+        ),
+        Slip("the larger of the two was taken: min, not max.", lambda p, q: float(torch.maximum(p, q).sum())),
+        Slip(
+            "a plain average over tokens: they are drafted with probability q(x), so weigh with q.",
+            lambda p, q: float(_acceptance(p, q).mean()),
+        ),
+        Slip(
+            "a sum of acceptance probabilities: each must be weighted with q(x), the chance that x is drafted.",
+            lambda p, q: float(_acceptance(p, q).sum()),
+        ),
+        Slip(
+            "weighted with p: it is the draft that proposes, so weigh with q(x).",
+            lambda p, q: float((p * _acceptance(p, q)).sum()),
+        ),
+        Slip("one number is wanted: sum over the vocabulary.", torch.minimum),
+    ),
+)
+
+SPIN = Exercise(
+    "spin",
+    ("p", "q", "token", "r"),
+    right=lambda p, q, token, r: bool(r * q[token] < p[token]),
+    cases=(
+        (*_MOON, 0, 0.60),
+        (*_MOON, 0, 0.65),
+        (*_MOON, 1, 0.2),
+        (*_MOON, 1, 0.99),
+        (_law(1, 3), _law(2, 2), 0, 0.5),
+        (_law(0, 1), _law(1, 1), 0, 0.0),
+        (_law(0, 1), _law(1, 1), 0, 0.7),
+        (_law(1, 1), _law(1, 1), 1, 0.9),
+        (_law(3, 1), _law(1, 3), 1, 0.3),
+        (_law(3, 1), _law(1, 3), 1, 0.4),
+    ),
+    slips=(
+        Slip(
+            "r can be exactly 0: with `<=` a token with p = 0 then passes, 0 <= 0. Use `<`.",
+            lambda p, q, token, r: bool(r <= p[token] / q[token]),
+        ),
+        Slip("the verdict is inverted: a small r accepts.", lambda p, q, token, r: bool(r * q[token] >= p[token])),
+        Slip("upside down: p over q, not q over p.", lambda p, q, token, r: bool(r * p[token] < q[token])),
+        Slip(
+            "this accepts with probability p(x): the ratio p(x)/q(x) counts, since x was drafted.",
+            lambda p, q, token, r: bool(r < p[token]),
+        ),
+        Slip(
+            "r is not used: where p < q, the token is accepted sometimes.",
+            lambda p, q, token, r: bool(p[token] >= q[token]),
+        ),
+        Slip(
+            "this compares with min(p, q), a mass: given that x was drafted, divide by q(x).",
+            lambda p, q, token, r: bool(r < min(p[token], q[token])),
+        ),
+        Slip(
+            "True or False is wanted: compare r with the ratio.", lambda p, q, token, r: min(1.0, p[token] / q[token])
+        ),
+    ),
+)
+
+
+def check_acceptance_probability(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 05. Wants `acceptance_probability(p: Tensor[V], q: Tensor[V]) -> Tensor[V]`: min(1, p/q) of each token.
+
+    A token with p(x) = 0 gets 0, also where q(x) = 0 as well.
+    """
+    return ACCEPTANCE_PROBABILITY.check(candidate)
+
+
+def check_residual(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 05. Wants `residual(p: Tensor[V], q: Tensor[V]) -> Tensor[V]`.
+
+    max(0, p − q), divided by its sum; p itself where p and q are equal.
+    """
+    return RESIDUAL.check(candidate)
+
+
+def check_alpha(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 05. Wants `alpha(p: Tensor[V], q: Tensor[V]) -> float`.
+
+    The probability that a token drawn from q is accepted.
+    """
+    return ALPHA.check(candidate)
+
+
+def check_spin(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 05. Wants `spin(p: Tensor[V], q: Tensor[V], token: int, r: float) -> bool`.
+
+    Is the drafted token accepted, with the random number r from [0, 1)?
+    """
+    return SPIN.check(candidate)

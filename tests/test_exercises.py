@@ -96,6 +96,15 @@ def ragged_mask(lengths, T, capacity):
     return mask
 
 
+def acceptance_probability(p, q):
+    return torch.tensor([0.0 if a == 0 else min(1.0, a / b) for a, b in zip(p.tolist(), q.tolist())])
+
+
+def residual(p, q):
+    left = [max(0.0, a - b) for a, b in zip(p.tolist(), q.tolist())]
+    return torch.tensor([x / sum(left) for x in left]) if sum(left) else p
+
+
 RIGHT = {
     "tokens_per_pass": lambda emitted, passes: emitted / passes,
     "count_passes": count_passes,
@@ -114,6 +123,10 @@ RIGHT = {
     "ragged_write": ragged_write,
     "ragged_mask": ragged_mask,
     "draft_cache_rollback": lambda cache, text: cache - text + 1 if cache >= text else 0,
+    "acceptance_probability": acceptance_probability,
+    "residual": residual,
+    "alpha": lambda p, q: float(1 - (p - q).abs().sum() / 2),
+    "spin": lambda p, q, token, r: bool(r < p[token] / q[token]),
 }
 
 # What the messages about common slips must mention, for answers written as a learner would.
@@ -138,6 +151,20 @@ WRONG = [
     ("ragged_write", lambda b, n, x: torch.cat([b, x], dim=1), "appended"),
     ("predicted_ms", lambda b, w: b / w / 1e9, "seconds"),
     ("knee", knee_scan, "noisy"),
+    ("acceptance_probability", lambda p, q: (q / p).clamp(max=1), "p goes on top"),
+    ("acceptance_probability", lambda p, q: p / q, "minimum with 1"),
+    ("acceptance_probability", lambda p, q: torch.minimum(torch.ones(len(p)), p / q), "0/0 is NaN"),
+    ("residual", lambda p, q: torch.relu(p - q), "not normalised"),
+    ("residual", lambda p, q: torch.relu(p - q) / torch.relu(p - q).sum(), "0/0"),
+    ("residual", lambda p, q: torch.relu(p - q) / (torch.relu(p - q).sum() + 1e-12), "all zeros"),
+    ("residual", lambda p, q: (p - q).abs() / (p - q).abs().sum(), "no absolute value"),
+    ("residual", lambda p, q: torch.relu(q - p) / torch.relu(q - p).sum(), "not q − p"),
+    ("residual", lambda p, q: p, "second helping"),
+    ("alpha", lambda p, q: (p @ q).item(), "two independent draws"),
+    ("alpha", lambda p, q: 0.5 * (p - q).abs().sum().item(), "total variation"),
+    ("alpha", lambda p, q: 1 - (p - q).abs().sum(), "½ is missing"),
+    ("spin", lambda p, q, token, r: bool(r <= p[token] / q[token]), "exactly 0"),
+    ("spin", lambda p, q, token, r: r <= min(1, p[token] / q[token]), "exactly 0"),
 ]
 
 
