@@ -1,17 +1,25 @@
-"""The exact law of a small model's next tokens, by writing out every text: the oracle that samplers are audited with.
+"""The exact law of a small model's next tokens, by writing out every text; and the decoding loop as a sampler.
 
-Slow and obvious on purpose: no cache, no rounds, no batch tricks that the decoding loop could share. Every context goes
-through the model whole, and transformers' own processors see that context and nothing else. Derived in notebook 06.
+    law = specnb.exact_law(model, input_ids, 2, do_sample=True, top_k=5)
+    sampler = loop_sampler(model, input_ids, drafter, 2, top_k=5)
+    specnb.audit(sampler, law)
+
+The law is slow and obvious on purpose: no cache, no rounds, no batch tricks that the decoding loop could share. Every
+context goes through the model whole, and transformers' own processors see that context and nothing else. Derived in
+notebook 06.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specnb.decoding import Run, start
+from specnb.drafters.base import Drafter
 from specnb.preparation import Request, prepare
 
 
@@ -83,3 +91,42 @@ def _check_size(model: PreTrainedModel, m: int, request: Request) -> None:
             "A stop rule could end the text before its m tokens, and then it is no text of m tokens: pass "
             "eos_token_id=None and no stop strings, here and to the sampler."
         )
+
+
+def loop_sampler(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    drafter: Drafter | None,
+    m: int,
+    *,
+    spoil: Callable[[Run], None] | None = None,
+    **generation_kwargs: Any,
+) -> Callable[[int, int], Tensor]:
+    """The whole decoding loop as a sampler for `specnb.audit`: n texts at once, as n rows of one batch.
+
+    Args:
+        model, input_ids: as for `exact_law`.
+        drafter: as for `specnb.generate`.
+        m: tokens of each text that are handed out.
+        spoil: called with the run before its first round: where a planted bug of the whole run goes in.
+        **generation_kwargs: as for `specnb.generate`, and the same as for the law. ``do_sample`` is True by default,
+            ``max_new_tokens`` is k + 1: the first round then drafts all its k tokens.
+
+    Returns:
+        ``sampler(n, seed) -> LongTensor [n, m]``.
+    """
+    prompt = _one_prompt(input_ids)
+    k = drafter.num_draft_tokens if drafter is not None else 0
+    options = {"do_sample": True, "max_new_tokens": max(k + 1, m), **generation_kwargs}
+
+    @torch.no_grad()
+    def sampler(n: int, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        run = start(model, prepare(model, prompt, None, options) * n, drafter, None, None, False, None)
+        if spoil is not None:
+            spoil(run)
+        while run.rows.active:
+            run.round()
+        return torch.tensor([run.rows.new_tokens(b)[:m] for b in range(n)])
+
+    return sampler
