@@ -74,7 +74,7 @@ def default_model_folder() -> Path:
     return target
 
 
-# --- is what lies in the cache still what was put there? ------------------------------------------------
+# --- is what lies in the cache still what was put there? ---
 
 
 def damage(folder: Path) -> str | None:
@@ -123,7 +123,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- make it ----------------------------------------------------------------------------------------------
+# --- make it ---
 
 
 def _make(target: Path) -> None:
@@ -336,7 +336,7 @@ def _special_ids(told: dict[str, Any]) -> dict[str, int]:
     return {short: told[key] for short, key in keys.items() if key in told}
 
 
-# --- one at a time, and errors that say what to do ----------------------------------------------------------
+# --- one at a time, and errors that say what to do ---
 
 
 @contextlib.contextmanager

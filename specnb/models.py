@@ -131,7 +131,7 @@ def _refuse_options(options: dict[str, Any]) -> None:
         raise ValueError("load_model reads safetensors only: pickled weights can run code while they are loaded")
 
 
-# --- is this a model that can be decoded with? --------------------------------------------------------------
+# --- is this a model that can be decoded with? ---
 
 
 def _usable_config(source: str, options: dict[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def _refuse_random_weights(source: str, report: dict[str, Any]) -> None:
         _refuse(source, f"{_some(names)} in its files have other shapes than its config.json says")
 
 
-# --- transformers' part -------------------------------------------------------------------------------------
+# --- transformers' part ---
 
 
 def _from_pretrained(
@@ -262,7 +262,7 @@ def _no_loading_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# --- errors that say what to do -----------------------------------------------------------------------------
+# --- errors that say what to do ---
 
 
 @contextlib.contextmanager

@@ -326,10 +326,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, layers: int = 1) -> dict[str
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["t", *(f"t{i}" for i in range(config.vocab_size - 11)), *"0123456789"])
+    fillers = (f"filler{i}" for i in range(config.vocab_size - 15))
+    writer.add_token_list(["t", "<s>", "</s>", "a", "ta", *fillers, *"0123456789"])
     normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_token_types([normal, control, control] + [normal] * (config.vocab_size - 3))
-    writer.add_token_merges(["t 5"])
+    writer.add_token_merges(["t a"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
@@ -406,8 +407,8 @@ def test_converted_model_is_a_plain_one(converted):
 def test_converted_tokenizer_is_the_files(converted):
     tokenizer = AutoTokenizer.from_pretrained(converted[0])
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
-    assert tokenizer.tokenize("tt5 1t1") == ["t", "t5", "1", "t1"]  # a merge, and a control token; no space is known
-    assert tokenizer.decode(tokenizer("tt5t1").input_ids, skip_special_tokens=True) == "tt5"
+    assert tokenizer.tokenize("ta1at</s>") == ["ta", "1", "a", "t", "</s>"]
+    assert tokenizer.decode(tokenizer("ta1at</s>").input_ids, skip_special_tokens=True) == "ta1at"
 
 
 def test_converted_tokenizer_keeps_digits_apart(converted):

@@ -56,7 +56,7 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# --- what comes back ----------------------------------------------------------------------------------------
+# --- what comes back ---
 
 
 def test_a_folder_gives_its_own_weights(tiny):
@@ -95,7 +95,7 @@ def test_home_is_expanded(tiny, monkeypatch):
     assert load_model(f"~/{tiny.name}")[0].config.vocab_size == 20
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
+# --- what is refused ---
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_missing_quantisation_library_is_named(folder):
         load_model(folder)
 
 
-# --- the Hub: served from this machine, then switched off ---------------------------------------------------------
+# --- the Hub: served from this machine, then switched off ---
 
 HUB_SCRIPT = """
 import json, sys
@@ -318,7 +318,7 @@ def test_hub_offline_with_nothing_cached_says_what_to_do(hub):
     assert "Connect once" in hub[1]["me/nobody"]
 
 
-# --- the real one -------------------------------------------------------------------------------------------
+# --- the real one ---
 
 
 @pytest.mark.real_model

@@ -31,7 +31,7 @@ def ranges(lines: list[str]) -> dict[str, str]:
     return {req.name.lower().replace("_", "-"): str(req.specifier) for req in parsed}
 
 
-# --- one truth ------------------------------------------------------------------------------------------------
+# --- one truth ---
 
 
 def test_environment_yml_is_in_step():
@@ -75,7 +75,7 @@ def test_versions_agree():
     assert specnb.__version__ == PROJECT["version"]
 
 
-# --- the library alone ----------------------------------------------------------------------------------------
+# --- the library alone ---
 
 
 def modules_after(code: str) -> set[str]:
@@ -107,7 +107,7 @@ def test_the_library_alone_needs_no_notebook_packages():
     assert needed & ranges([*EXTRAS["lab"], *EXTRAS["test"]]).keys() == set()
 
 
-# --- the wheel ------------------------------------------------------------------------------------------------
+# --- the wheel ---
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_the_wheel_carries_the_licence(wheel):
     assert hashlib.sha256(wheel.read(name)).hexdigest() == apache_2
 
 
-# --- what README promises ---------------------------------------------------------------------------------------
+# --- what README promises ---
 
 README = (ROOT / "README.md").read_text()
 
@@ -159,3 +159,36 @@ def test_make_targets_in_the_readme_exist():
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"make ([a-z][\w-]*)", README))
     assert {"lab", "test"} <= named <= targets
+
+
+def run_blocks(*blocks: str) -> subprocess.CompletedProcess:
+    """Run blocks of Python from the README, one after the other, in a fresh process."""
+    return subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.real_model
+def test_the_first_example_prints_what_the_readme_says(blocks):
+    (printed,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    done = run_blocks(blocks[0])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed
+
+
+@pytest.mark.real_model
+def test_the_other_examples_run(blocks):
+    """The Hub cannot be reached from every machine: the default model stands in for the one that is named."""
+    named = '"Qwen/Qwen3-0.6B"'
+    assert named in blocks[1]
+    use = """
+drafter = Again(tokenizer(".").input_ids[-1])
+plain = specnb.generate(model, **inputs, max_new_tokens=8)
+assert specnb.generate(model, **inputs, drafter=drafter, max_new_tokens=8).sequences.equal(plain.sequences)
+assert drafter.propose([7, 8, drafter.full_stop, 5, 6, 7], 2) == [5, 6]
+"""
+    done = run_blocks("import specnb", blocks[1].replace(named, ""), blocks[2], use)
+    assert done.returncode == 0, done.stderr

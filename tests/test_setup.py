@@ -72,7 +72,7 @@ def message(done: subprocess.CompletedProcess) -> str:
     return said
 
 
-# --- what the machine may lack -----------------------------------------------------------------------------------
+# --- what the machine may lack ---
 
 
 def test_no_python(machine):
@@ -123,7 +123,7 @@ def test_packages_that_do_not_load_are_not_taken_for_installed(machine):
     assert not (machine.clone / ".venv/.installed").exists()
 
 
-# --- half-finished runs ------------------------------------------------------------------------------------------
+# --- half-finished runs ---
 
 
 def fake_venv(machine: Machine, log: Path) -> None:
@@ -161,7 +161,7 @@ def test_an_environment_of_the_readers_own_is_kept(machine, tmp_path):
     assert "-e .[lab,test]" in (tmp_path / "log").read_text()
 
 
-# --- the second run ----------------------------------------------------------------------------------------------
+# --- the second run ---
 
 
 @pytest.mark.parametrize("target", ["lab", "test", "test-quick", "notebooks"])
@@ -200,7 +200,7 @@ def test_the_oldest_transformers_has_its_own_environment(machine):
     assert ".venv-oldest/bin/python -m pytest" in planned
 
 
-# --- another build of torch --------------------------------------------------------------------------------------
+# --- another build of torch ---
 
 INDEX = "https://example.org/cu128"
 
