@@ -1171,3 +1171,203 @@ def check_spin(candidate: Callable[..., Any]) -> CheckResult:
     Is the drafted token accepted, with the random number r from [0, 1)?
     """
     return SPIN.check(candidate)
+
+
+# ------------------------------------------------------------------------- 06: losslessness, proved and tested
+
+
+def _emitted(p: Tensor, q: Tensor, correction: Callable[[Tensor, Tensor], Tensor] = _residual) -> Tensor:
+    accepted = torch.minimum(p, q)
+    return accepted + (1 - accepted.sum()) * correction(p, q)
+
+
+def _chi_square_statistic(counts: Tensor, probs: Tensor) -> float:
+    expected = counts.sum() * probs
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def _written(
+    p: Tensor, q: Tensor, token: int, r: float, u: float, *, strict: bool = True, clamp: bool = True, norm: bool = True
+) -> int:
+    """One place, decided by r and u; each switch off is one of the faults that `check_find_the_bug` plants."""
+    if r * q[token] < p[token] or (not strict and r * q[token] == p[token]):
+        return token
+    left = (p - q).clamp(min=0) if clamp else (p - q).abs()
+    sums = (left / left.sum() if norm else left).cumsum(-1)
+    return min(int((sums <= u).sum()), len(p) - 1)
+
+
+def _with_faults(**off: bool) -> Callable[..., int]:
+    return functools.partial(_written, **off)
+
+
+EMITTED_LAW = Exercise(
+    "emitted_law",
+    ("p", "q"),
+    right=_emitted,
+    cases=(_MOON, _CERTAIN, _APART, _FIVE, _EQUAL),
+    slips=(
+        Slip(
+            "this is the accepted part alone, and it sums to α: add (1 − α) times the residual, what a rejection "
+            "writes.",
+            lambda p, q: torch.minimum(p, q),
+        ),
+        Slip(
+            "the residual is drawn from after a rejection, so its weight is 1 − α, not α.",
+            lambda p, q: torch.minimum(p, q) + torch.minimum(p, q).sum() * _residual(p, q),
+        ),
+        Slip(
+            "the residual needs its weight, the chance of a rejection 1 − α: as it is the law sums to 1 + α.",
+            lambda p, q: torch.minimum(p, q) + _residual(p, q),
+        ),
+        Slip(
+            "max(0, p − q) is not normalised, but you give it the weight 1 − α all the same: divide it by its sum.",
+            lambda p, q: _emitted(p, q, lambda p, q: (p - q).clamp(min=0)),
+        ),
+        Slip(
+            "after a rejection you draw from p itself: what the accepted guesses have covered is paid twice.",
+            lambda p, q: _emitted(p, q, lambda p, q: p),
+        ),
+        Slip(
+            "after a rejection you draw from q again: the correction comes from the residual.",
+            lambda p, q: _emitted(p, q, lambda p, q: q),
+        ),
+        Slip(
+            "0/0 at p == q: there every guess is accepted and nothing is left over. Use `specnb.residual`, which "
+            "returns p there, or leave the division out.",
+            lambda p, q: _emitted(p, q, lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()),
+        ),
+        Slip("this is the law of the guess before anybody judges it.", lambda p, q: q + 0),
+        Slip(
+            "the accepted part is q(x)·min(1, p(x)/q(x)) = min(p, q): without q(x) it is the chance *given* the guess.",
+            lambda p, q: _acceptance(p, q) + (1 - torch.minimum(p, q).sum()) * _residual(p, q),
+        ),
+    ),
+)
+
+CHI_SQUARE_STATISTIC = Exercise(
+    "chi_square_statistic",
+    ("counts", "probs"),
+    right=_chi_square_statistic,
+    cases=(
+        (torch.tensor([56, 30, 14]), _MOON[0]),
+        (torch.tensor([7, 13]), _law(1, 1)),
+        (torch.tensor([50, 30, 20]), _MOON[0]),
+        (torch.tensor([4, 9, 2, 25]), _law(1, 2, 1, 4)),
+    ),
+    slips=(
+        Slip(
+            "divide by the expected count, not by the observed one.",
+            lambda o, p: float(((o - o.sum() * p) ** 2 / o).sum()),
+        ),
+        Slip(
+            "probabilities are not counts: the expected count of a cell is n·p, with n the sum of the counts.",
+            lambda o, p: float(((o - p) ** 2 / p).sum()),
+        ),
+        Slip(
+            "these are shares: with shares and probabilities the statistic comes out n times too small.",
+            lambda o, p: float(((o / o.sum() - p) ** 2 / p).sum()),
+        ),
+        Slip(
+            "the difference is squared; with absolute values this is another number, with no chi-square law.",
+            lambda o, p: float(((o - o.sum() * p).abs() / (o.sum() * p)).sum()),
+        ),
+        Slip(
+            "without the square the surplus and the lack cancel.",
+            lambda o, p: float(((o - o.sum() * p) / (o.sum() * p)).sum()),
+        ),
+        Slip(
+            "each square is divided by its own expected count before they are added.",
+            lambda o, p: float(((o - o.sum() * p) ** 2).sum()),
+        ),
+        Slip(
+            "the square root belongs to single cells, not to the sum: return the sum itself.",
+            lambda o, p: math.sqrt(_chi_square_statistic(o, p)),
+        ),
+        Slip(
+            "one number is wanted: add up the cells.",
+            lambda o, p: (o - o.sum() * p) ** 2 / (o.sum() * p),
+        ),
+    ),
+)
+
+_ZERO = _law(0, 3, 1), _law(2, 1, 1)
+
+FIND_THE_BUG = Exercise(
+    "find_the_bug",
+    ("p", "q", "token", "r", "u"),
+    right=_written,
+    cases=(
+        (*_MOON, 0, 0.60, 0.5),
+        (*_MOON, 0, 0.70, 0.1),
+        (*_MOON, 0, 0.70, 0.5),
+        (*_MOON, 0, 0.70, 0.9),
+        (*_MOON, 1, 0.99, 0.3),
+        (*_ZERO, 0, 0.0, 0.0),
+        (*_ZERO, 0, 0.0, 0.4),
+        (*_ZERO, 0, 0.3, 0.9),
+        (*_CERTAIN, 1, 0.9, 0.35),
+        (*_FIVE, 3, 0.5, 0.2),
+        (*_FIVE, 1, 0.5, 0.7),
+    ),
+    slips=(
+        Slip("all three faults are still there.", _with_faults(strict=False, clamp=False, norm=False)),
+        Slip(
+            "one left: what is left over does not sum to 1, and a u beyond its sum falls through to the last token. "
+            "Divide by the sum.",
+            _with_faults(norm=False),
+        ),
+        Slip(
+            "one left: |p − q| hands a correction to tokens the draft has bet too much on. Cut at 0 instead.",
+            _with_faults(clamp=False),
+        ),
+        Slip(
+            "one left, the one no sample shows: with r = 0 a token of probability 0 passes `<=`. Use `<`.",
+            _with_faults(strict=False),
+        ),
+        Slip(
+            "two left, both in the correction: which tokens may it be, and what do its weights sum to?",
+            _with_faults(clamp=False, norm=False),
+        ),
+        Slip(
+            "two left: the weights of the correction do not sum to 1, and r = 0 lets an impossible token pass.",
+            _with_faults(strict=False, norm=False),
+        ),
+        Slip(
+            "two left: the correction writes tokens the draft has bet too much on, and r = 0 lets an impossible token "
+            "pass.",
+            _with_faults(strict=False, clamp=False),
+        ),
+        Slip(
+            "the correction is drawn from p itself: that repairs the sum and pays the accepted mass twice.",
+            lambda p, q, token, r, u: (
+                token if r * q[token] < p[token] else min(int((p.cumsum(-1) <= u).sum()), len(p) - 1)
+            ),
+        ),
+    ),
+)
+
+
+def check_emitted_law(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 06. Wants `emitted_law(p: Tensor[V], q: Tensor[V]) -> Tensor[V]`.
+
+    The exact law of the token that is written where a guess was drawn from q and judged against p.
+    """
+    return EMITTED_LAW.check(candidate)
+
+
+def check_chi_square_statistic(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 06. Wants `chi_square_statistic(counts: Tensor[V], probs: Tensor[V]) -> float`.
+
+    Σ (O − E)² / E with the observed counts O and the expected counts E.
+    """
+    return CHI_SQUARE_STATISTIC.check(candidate)
+
+
+def check_find_the_bug(candidate: Callable[..., Any]) -> CheckResult:
+    """Notebook 06. Wants `written(p: Tensor[V], q: Tensor[V], token: int, r: float, u: float) -> int`.
+
+    The token that is written where `token` was drafted: r in [0, 1) decides on acceptance, and u in [0, 1) draws the
+    correction, the first token at which the running sum of the residual exceeds u.
+    """
+    return FIND_THE_BUG.check(candidate)

@@ -105,6 +105,22 @@ def residual(p, q):
     return torch.tensor([x / sum(left) for x in left]) if sum(left) else p
 
 
+def chi_square_statistic(counts, probs):
+    n = sum(counts.tolist())
+    return sum((o - n * p) ** 2 / (n * p) for o, p in zip(counts.tolist(), probs.tolist()))
+
+
+def written(p, q, token, r, u):
+    if r < p[token] / q[token]:
+        return token
+    total = 0.0
+    for x, weight in enumerate(residual(p, q).tolist()):
+        total += weight
+        if total > u:
+            return x
+    return len(p) - 1
+
+
 RIGHT = {
     "tokens_per_pass": lambda emitted, passes: emitted / passes,
     "count_passes": count_passes,
@@ -127,6 +143,9 @@ RIGHT = {
     "residual": residual,
     "alpha": lambda p, q: float(1 - (p - q).abs().sum() / 2),
     "spin": lambda p, q, token, r: bool(r < p[token] / q[token]),
+    "emitted_law": lambda p, q: torch.minimum(p, q) + torch.relu(p - q),
+    "chi_square_statistic": chi_square_statistic,
+    "find_the_bug": written,
 }
 
 # What the messages about common slips must mention, for answers written as a learner would.
@@ -165,6 +184,15 @@ WRONG = [
     ("alpha", lambda p, q: 1 - (p - q).abs().sum(), "½ is missing"),
     ("spin", lambda p, q, token, r: bool(r <= p[token] / q[token]), "exactly 0"),
     ("spin", lambda p, q, token, r: r <= min(1, p[token] / q[token]), "exactly 0"),
+    ("emitted_law", torch.minimum, "accepted part alone"),
+    ("emitted_law", lambda p, q: q * torch.clamp(p / q, max=1), "accepted part alone"),
+    ("emitted_law", lambda p, q: torch.minimum(p, q) + torch.minimum(p, q).sum() * residual(p, q), "not α"),
+    ("emitted_law", lambda p, q: torch.minimum(p, q) + (q - p).clamp(min=0).sum() * p, "paid twice"),
+    ("chi_square_statistic", lambda o, p: ((o - len(o) * p) ** 2 / (len(o) * p)).sum(), "not right yet"),
+    ("chi_square_statistic", lambda o, p: ((o - sum(o) * p) ** 2 / o).sum().item(), "not by the observed"),
+    ("chi_square_statistic", lambda o, p: ((o / sum(o) - p) ** 2 / p).sum(), "shares"),
+    ("chi_square_statistic", lambda o, p: ((o - sum(o) * p).abs() / (sum(o) * p)).sum(), "squared"),
+    ("find_the_bug", lambda p, q, token, r, u: token, "not right yet"),
 ]
 
 
