@@ -110,7 +110,8 @@ def loop_sampler(
         m: tokens of each text that are handed out.
         spoil: called with the run before its first round: where a planted bug of the whole run goes in.
         **generation_kwargs: as for `specnb.generate`, and the same as for the law. ``do_sample`` is True by default,
-            ``max_new_tokens`` is k + 1: the first round then drafts all its k tokens.
+            ``max_new_tokens`` is k + 1: the first round then drafts all its k tokens. No round more is played than m
+            tokens of every text need.
 
     Returns:
         ``sampler(n, seed) -> LongTensor [n, m]``.
@@ -125,7 +126,7 @@ def loop_sampler(
         run = start(model, prepare(model, prompt, None, options) * n, drafter, None, None, False, None)
         if spoil is not None:
             spoil(run)
-        while run.rows.active:
+        while min(run.rows.lengths) < len(prompt) + m:
             run.round()
         return torch.tensor([run.rows.new_tokens(b)[:m] for b in range(n)])
 
