@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from specnb import compat
 
 SMALLEST_BUCKET = 256
+GROWTH = 256  # slots added at least when a cache has to grow
 
 
 def bucket_size(position: int) -> int:
@@ -132,8 +133,9 @@ class RaggedCache(Cache):
         self.lengths = self.lengths - drop
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least ``capacity`` slots per row; entries stay where they are."""
+        """Make room for at least ``capacity`` slots per row (more, so that growing stays rare)."""
         if capacity > self.capacity:
+            capacity = max(capacity, self.capacity + max(GROWTH, self.capacity // 4))
             for layer in self.layers:
                 layer.grow(capacity)
             self.capacity = capacity

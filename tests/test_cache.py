@@ -86,6 +86,14 @@ def test_a_full_cache_says_so_and_loses_nothing():
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+def test_growing_is_rare():
+    cache, copies = RaggedCache(MODEL.config, 1, 1), set()
+    for capacity in range(1, 2000):
+        cache.reserve(capacity)
+        copies.add(cache.capacity)
+    assert len(copies) <= 8
+
+
 def test_an_interrupted_pass_leaves_the_cache_usable(monkeypatch):
     cache, tokens = filled()
     layer = MODEL.model.layers[1]
