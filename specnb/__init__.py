@@ -7,58 +7,61 @@ A small fast drafter guesses, the target checks a whole row of guesses in one pa
 target's own.
 """
 
-from specnb.cache import RaggedCache, target_pass
-from specnb.decoding import decode, generate
-from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
-from specnb.models import load_model
-from specnb.oracle import exact_law
-from specnb.report import GenerateOutput, Round, Stats
-from specnb.stats import (
-    AuditResult,
-    TestResult,
-    audit,
-    chi_square,
-    correct,
-    effect_size,
-    g_test,
-    power,
-    required_sample_size,
-    total_variation,
-    two_sample_chi_square,
-)
-from specnb.verification import Verdict, emitted_distribution, residual, verify_greedy, verify_sample
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# ruff: noqa: F401
+if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
+    from specnb.cache import RaggedCache, target_pass
+    from specnb.decoding import decode, generate
+    from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
+    from specnb.models import load_model
+    from specnb.oracle import exact_law
+    from specnb.report import GenerateOutput, Round, Stats
+    from specnb.stats import (
+        AuditResult,
+        TestResult,
+        audit,
+        chi_square,
+        correct,
+        effect_size,
+        g_test,
+        power,
+        required_sample_size,
+        total_variation,
+        two_sample_chi_square,
+    )
+    from specnb.verification import Verdict, emitted_distribution, residual, verify_greedy, verify_sample
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AuditResult",
-    "Draft",
-    "DraftModel",
-    "Drafter",
-    "GenerateOutput",
-    "PromptLookup",
-    "RaggedCache",
-    "Round",
-    "Scripted",
-    "Stats",
-    "TestResult",
-    "Verdict",
-    "audit",
-    "chi_square",
-    "correct",
-    "decode",
-    "effect_size",
-    "emitted_distribution",
-    "exact_law",
-    "g_test",
-    "generate",
-    "load_model",
-    "power",
-    "required_sample_size",
-    "residual",
-    "target_pass",
-    "total_variation",
-    "two_sample_chi_square",
-    "verify_greedy",
-    "verify_sample",
-]
+# Where each public name lives. transformers' model classes and scipy take seconds to import, so that
+# `import specnb` brings neither; the first use of a name does.
+_HOMES = {
+    "cache": "RaggedCache target_pass",
+    "decoding": "decode generate",
+    "drafters": "Draft Drafter DraftModel PromptLookup Scripted",
+    "models": "load_model",
+    "oracle": "exact_law",
+    "report": "GenerateOutput Round Stats",
+    "stats": "AuditResult TestResult audit chi_square correct effect_size g_test power required_sample_size "
+    "total_variation two_sample_chi_square",
+    "verification": "Verdict emitted_distribution residual verify_greedy verify_sample",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"specnb.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'specnb' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

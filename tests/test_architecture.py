@@ -72,3 +72,12 @@ def test_every_file_says_what_it_is(path):
 @pytest.mark.parametrize("name", specnb.__all__)
 def test_public_names_are_documented(name):
     assert inspect.getdoc(getattr(specnb, name))
+
+
+def test_names_for_editors_are_the_names_at_run_time():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    shown = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert shown == {name: f"specnb.{module}" for name, module in specnb._HOME_OF.items()}
+    with pytest.raises(AttributeError, match="no attribute 'speculate'"):
+        specnb.speculate  # noqa: B018

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import specnb
+import specnb.drafters.prompt_lookup
 from tests.tiny import VOCAB, perturbed, plain, prompt, tiny_model
 
 IDS = prompt(12)

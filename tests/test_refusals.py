@@ -8,6 +8,7 @@ import transformers as hf
 from torch import nn
 
 import specnb
+import specnb.decoding
 from tests.tiny import CONTEXT, VOCAB, plain, prompt, tiny_model
 
 IDS = prompt(12)
