@@ -383,7 +383,10 @@ def q_scored_before_top_k(
 def q_scored_from_raw_logits(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, generator: Rng = None
 ) -> tuple[Tensor, Tensor]:
-    """Drawn with temperature and top-k, scored with the softmax of the raw logits."""
+    """Drawn with temperature and top-k, scored with the softmax of the raw logits, as the model returns them.
+
+    Both halves of the rule go wrong: guesses pass too often or too seldom, and the residual subtracts the wrong law.
+    """
     return draw(processed(logits, temperature, top_k), generator), processed(logits)
 
 
@@ -391,7 +394,10 @@ def q_scored_from_raw_logits(
 def q_scored_at_the_wrong_temperature(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, generator: Rng = None
 ) -> tuple[Tensor, Tensor]:
-    """Drawn at the run's temperature, scored at temperature 1."""
+    """Drawn at the run's temperature, scored at temperature 1: the draft's own loop divided, the verifier did not.
+
+    Below 1 the draft's favourites are likelier than their q says and pass too often; above 1, too seldom.
+    """
     return draw(processed(logits, temperature, top_k), generator), processed(logits, 1.0, top_k)
 
 
