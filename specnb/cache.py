@@ -124,7 +124,10 @@ class RaggedCache(Cache):
         Raises:
             ValueError: if a count is negative or larger than the row is long.
         """
-        drop = torch.as_tensor(n, dtype=torch.long).cpu().expand_as(self.lengths)
+        drop = torch.as_tensor(n).cpu()
+        if drop.is_floating_point() or drop.shape not in ((), self.lengths.shape):
+            raise ValueError(f"rollback takes a whole number, or one per row [{len(self.lengths)}], got {n!r}.")
+        drop = drop.long().expand_as(self.lengths)
         if bool(((drop < 0) | (drop > self.lengths)).any()):
             raise ValueError(
                 f"rollback({drop.tolist()}) does not fit rows of length {self.lengths.tolist()}: "
@@ -169,6 +172,10 @@ class RaggedCache(Cache):
         """The planned pass went through: its tokens now count."""
         assert self._slots is not None
         self.lengths = self.lengths + self._slots.shape[1]
+        self._slots = None
+
+    def abandon(self) -> None:
+        """The planned pass broke off: the cache is as before, whatever its slots beyond the lengths hold."""
         self._slots = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -237,7 +244,12 @@ def target_pass(
     if compat.accepts(model, "position_ids"):
         arguments["position_ids"] = slots.clamp(max=context_size(model.config) - 1)  # filler may reach beyond
     mask = _masks(cache, slots, model.dtype)
-    out = model(input_ids=tokens.to(model.device), attention_mask=mask, use_cache=True, return_dict=True, **arguments)
+    tokens = tokens.to(model.device)
+    try:
+        out = model(input_ids=tokens, attention_mask=mask, use_cache=True, return_dict=True, **arguments)
+    except BaseException:
+        cache.abandon()
+        raise
     cache.finish()
     return out.logits
 

@@ -165,6 +165,8 @@ def unpadded_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list
     """
     if attention_mask is None:
         return input_ids.tolist()
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor [B, n] of 0 and 1, got {type(attention_mask).__name__}.")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)}."
@@ -179,6 +181,11 @@ def unpadded_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list
             )
         rows.append(ids[keep].tolist())
     return rows
+
+
+def check_return_trace(return_trace: Any) -> None:
+    if return_trace not in (False, True, "probs"):
+        raise ValueError(f"return_trace must be False, True or 'probs', got {return_trace!r}.")
 
 
 def check_pass_width(pass_width: Any) -> None:
@@ -215,6 +222,22 @@ def _other_vocabulary(names: list[str], sizes: list[int], why: str) -> str:
         f"vocabulary: {why}. A drafted id would mean another token to the target. Take a draft of the same family; if "
         "the tokenizers are the same, say so with DraftModel(..., tokenizer=...) and generate(..., tokenizer=...)."
     )
+
+
+def check_rope(config: Any, longest: int) -> None:
+    """Raise if a pass could reach the positions where a longrope model changes its rotation for the whole pass."""
+    config = compat.text_config(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if one.get("rope_type") != "longrope":
+            continue
+        switch = one.get("original_max_position_embeddings") or config.max_position_embeddings
+        if longest > switch:
+            raise ValueError(
+                f"{config.model_type} turns all positions of a pass differently once one of them reaches {switch} "
+                f"(longrope), so entries cached before no longer fit; this run could reach {longest} with its drafts. "
+                f"Keep prompt, max_new_tokens and draft together below {switch}, or use model.generate."
+            )
 
 
 def context_budgets(lengths: list[int], wanted: list[int], config: Any) -> list[int]:
@@ -289,13 +312,22 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
     """The draft, cut to the rows' limits, once its shapes and token ids are known to be sound."""
     if not isinstance(draft, Draft):
         raise TypeError(f"A drafter must return a specnb.Draft, got {type(draft).__name__}; see Draft.from_lists.")
-    tokens, lengths = draft.tokens, draft.lengths
+    tokens, lengths = draft.tokens, torch.as_tensor(draft.lengths).cpu()
     if tokens.ndim != 2 or tokens.shape[0] != len(limits) or lengths.shape != (len(limits),):
         raise ValueError(
             f"The draft must have {len(limits)} rows: tokens [B, K] and lengths [B], got {list(tokens.shape)} and "
             f"{list(lengths.shape)}."
         )
-    lengths = torch.minimum(lengths, torch.tensor(limits))
+    if tokens.dtype != torch.long or lengths.dtype != torch.long or bool((lengths < 0).any()):
+        raise ValueError(
+            f"A draft's tokens and lengths are whole numbers (torch.long), lengths from 0 to K; got {tokens.dtype}, "
+            f"{lengths.dtype} and lengths {lengths.tolist()}."
+        )
+    if draft.probs is not None and draft.probs.shape != (*tokens.shape, vocab_size):
+        raise ValueError(
+            f"The draft's probs must be q [B, K, V] = {[*tokens.shape, vocab_size]}, got {list(draft.probs.shape)}."
+        )
+    lengths = torch.minimum(lengths, torch.tensor(limits)).clamp(max=tokens.shape[1])
     used = int(lengths.max())
     if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
         _check_guesses(tokens, lengths, vocab_size)

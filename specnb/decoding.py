@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def generate(
             also in bfloat16 (in float32 take a multiple of 4). Drafts are cut to W - 1.
         streamer: a transformers streamer, for one row; sees the prompt first, then every new token once.
         **generation_kwargs: as for ``model.generate``: max_new_tokens, eos_token_id, stop_strings,
-            repetition_penalty, generation_config, logits_processor, stopping_criteria, …
+            repetition_penalty, generation_config, logits_processor, stopping_criteria, … Lengths count a row's own
+            tokens, without padding; processors and criteria are called with one unpadded row at a time.
 
     Returns:
         `GenerateOutput` with ``sequences`` [B, n + new], ``num_new_tokens`` [B], ``stats`` and ``trace``.
@@ -69,13 +71,16 @@ def generate(
     """
     checks.check_model(model)
     checks.check_input_ids(input_ids, vocab_size(model), context_size(model.config))
+    if attention_mask is None:
+        attention_mask = inferred_mask(model, input_ids, generation_kwargs)
     prompts = checks.unpadded_rows(input_ids, attention_mask)
-    requests = [r for prompt in prompts for r in prepare(model, prompt, tokenizer, generation_kwargs)]
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
+    requests = []
+    for b, prompt in enumerate(prompts):
+        requests += prepare(model, prompt, tokenizer, for_row(b, generation_kwargs))
+    checks.check_streamer(streamer, len(requests))
     return decode_requests(
         model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,
-        return_trace=return_trace, seed=seed,
+        return_trace=return_trace, seed=seed, show_prompt=True,
     )  # fmt: skip
 
 
@@ -124,16 +129,20 @@ def decode_requests(
     streamer: Any = None,
     return_trace: bool | str = False,
     seed: int | Sequence[int] | None = None,
+    show_prompt: bool = False,
 ) -> GenerateOutput:
     """Decode prepared rows together and report."""
     started = time.perf_counter()
     checks.check_drafter(drafter)
     checks.check_pass_width(pass_width)
+    checks.check_return_trace(return_trace)
     checks.check_streamer(streamer, len(requests))
-    run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed)
-    if streamer is not None:
-        run.listeners.append(StreamerListener(streamer))
+    if show_prompt and streamer is not None:
+        streamer.put(input_ids.cpu())
     try:
+        run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed)
+        if streamer is not None:
+            run.listeners.append(StreamerListener(streamer))
         while run.rows.active:
             run.round()
     finally:
@@ -155,6 +164,8 @@ def start(
     """Rows, caches and drafter as they stand after the prompts' prefill."""
     config, prompts = requests[0].config, [r.prompt for r in requests]
     budgets = checks.context_budgets([len(p) for p in prompts], [r.budget for r in requests], model.config)
+    drafted = drafter.num_draft_tokens if drafter is not None else 0
+    checks.check_rope(model.config, max(len(p) + new for p, new in zip(prompts, budgets)) + (pass_width or drafted))
     rows = Rows(prompts, budgets, [r.criteria for r in requests])
     processors = Processors([r.processors for r in requests])
     cache = RaggedCache(model.config, len(rows), 1)
@@ -167,13 +178,32 @@ def start(
     return run
 
 
+def inferred_mask(model: PreTrainedModel, input_ids: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """transformers' rule for a missing mask: pad tokens are padding, unless padding is also an end of sequence."""
+    config = options.get("generation_config") or model.generation_config
+    pad, eos = (options.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None or pad in (eos if isinstance(eos, list) else [eos]) or not bool((input_ids == pad).any()):
+        return None
+    return (input_ids != pad).long()
+
+
+def for_row(b: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Options as row b has them: a function of the batch's row number is told the right one."""
+    allowed = options.get("prefix_allowed_tokens_fn")
+    if allowed is None:
+        return options
+    return {**options, "prefix_allowed_tokens_fn": lambda _, tokens: allowed(b, tokens)}
+
+
 def row_generators(
     seed: int | Sequence[int] | None, batch_size: int, device: torch.device
 ) -> list[torch.Generator] | None:
     """One random stream per row, so that what a row draws does not depend on its neighbours; None: torch's own."""
     if seed is None:
         return None
-    seeds = [seed + b for b in range(batch_size)] if isinstance(seed, int) else list(seed)
+    if not isinstance(seed, (Integral, Sequence)) or isinstance(seed, str):
+        raise TypeError(f"seed must be a whole number, or one per row, got {seed!r}.")
+    seeds = [int(seed) + b for b in range(batch_size)] if isinstance(seed, Integral) else [int(s) for s in seed]
     if len(seeds) != batch_size:
         raise ValueError(f"seed must be one number, or one per row: got {len(seeds)} for {batch_size} rows.")
     return [torch.Generator(device).manual_seed(s) for s in seeds]

@@ -1198,7 +1198,7 @@ def _written(
 
 
 def _with_faults(**off: bool) -> Callable[..., int]:
-    return functools.partial(_written, **off)
+    return functools.partial(_written, **off)  # type: ignore[arg-type]
 
 
 EMITTED_LAW = Exercise(

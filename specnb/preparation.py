@@ -24,6 +24,16 @@ _BOOKKEEPING = {
 }  # fmt: skip
 
 
+# arguments of model.generate that would be dropped in silence, and what to do instead
+_OTHER_INPUTS = {
+    "assistant_model": "Pass drafter=specnb.DraftModel(model).",
+    "assistant_tokenizer": "Pass drafter=specnb.DraftModel(model, tokenizer=...).",
+    "negative_prompt_ids": "Classifier-free guidance is not supported.",
+    "position_ids": "Positions follow from the attention mask.",
+    "token_type_ids": "The model is fed token ids only.",
+}
+
+
 @dataclass
 class Request:
     """One row to decode: its prompt, and the rules transformers made for it."""
@@ -42,6 +52,8 @@ def prepare(model: PreTrainedModel, prompt: list[int], tokenizer: Any, options: 
         ValueError: from transformers for options it does not know, from specnb for those it cannot honour.
     """
     options = with_stop_strings(model, tokenizer, options)
+    if unused := sorted(name for name in _OTHER_INPUTS if options.get(name) is not None):
+        raise ValueError(f"{unused[0]}: specnb does not use it. {_OTHER_INPUTS[unused[0]]}")
     input_ids = torch.tensor([prompt], device=model.device)
     mask = torch.ones_like(input_ids)
     return model.generate(input_ids, attention_mask=mask, custom_generate=_capture, **options)  # type: ignore[return-value]
@@ -78,10 +90,10 @@ def requests_of(
 def with_stop_strings(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Turn stop strings into a criterion here: transformers does not pass the tokenizer on to a custom loop."""
     configs = [options.get("generation_config"), model.generation_config]
-    candidates = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
-    stop_strings = next((s for s in candidates if s), None)
+    defaults = [getattr(config, "stop_strings", None) for config in configs]
+    stop_strings = options["stop_strings"] if "stop_strings" in options else next((s for s in defaults if s), None)
     if not stop_strings:
-        return options
+        return {**options, "stop_strings": None} if "stop_strings" in options else options
     if tokenizer is None:
         raise ValueError(
             f"stop_strings={stop_strings!r} needs the model's tokenizer: generate(..., tokenizer=tokenizer)."

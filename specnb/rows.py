@@ -102,7 +102,7 @@ class Rows:
         for token in [*guesses[:accepted], following]:
             self._append(b, token)
             if scores is not None:
-                self.chosen_from[b].append(scores[kept])
+                self.chosen_from[b].append(scores[kept].float())
             kept += 1
             if self._has_ended(b):
                 self.finished[b] = True
@@ -124,10 +124,9 @@ class Rows:
         self._tokens[b].append(token)
 
     def _has_ended(self, b: int) -> bool:
-        if len(self._tokens[b]) - self.prompt_lengths[b] >= self.budgets[b]:
-            return True
-        scores = tuple(self.chosen_from[b]) or None
-        return bool(self.criteria[b](self.context(b)[None], scores).all())
+        scores = tuple(step[None] for step in self.chosen_from[b]) or None  # [1, V] each, as transformers has them
+        stopped = bool(self.criteria[b](self.context(b)[None], scores).all())
+        return stopped or len(self._tokens[b]) - self.prompt_lengths[b] >= self.budgets[b]
 
     def padded(self, pad_token_id: int) -> Tensor:
         """The new tokens of all rows, LongTensor [B, longest], right-padded."""

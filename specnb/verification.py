@@ -96,6 +96,8 @@ def verify_sample(
     Computes in float32, or in float64 if that is what comes in. Derived in notebooks 05 and 06.
     """
     lengths = _checked_lengths(draft_tokens, target_probs, draft_lengths)
+    if isinstance(generator, Sequence) and len(generator) != len(draft_tokens):
+        raise ValueError(f"generator: one, or one per row; got {len(generator)} for {len(draft_tokens)} rows.")
     if draft_probs is not None:
         _check_draft_probs(draft_probs, draft_tokens, target_probs)
         _check_distributions("draft_probs", draft_probs, _in_use(target_probs, lengths - 1)[:, :-1])
@@ -108,18 +110,19 @@ def judge_sample(
 ) -> Verdict:
     """`verify_sample` without its checks, and so without waiting for the device: what the loop calls."""
     p = _exact(target_probs)
+    drafted = _in_use(p, draft_lengths - 1)[:, :-1]
+    draft_tokens = draft_tokens.where(drafted, 0)  # whatever the padding of a shorter row says
     q = one_hot(draft_tokens, p) if draft_probs is None else draft_probs.to(p.dtype)
     p_of, q_of = (probs.gather(-1, draft_tokens[..., None]).squeeze(-1) for probs in (p[:, :-1], q))  # [B, K]
-    r = uniform(draft_tokens.shape, p, generator)
+    r = uniform(draft_tokens.shape, p, generator, draft_lengths)
     # r < p/q, written without the division: p = 0 is rejected even at r = 0
     num_accepted = accepted_prefix(r * q_of < p_of, draft_lengths)
     rejected = num_accepted < draft_lengths
     p_next, q_next = at_place(p, num_accepted), at_place(_padded(q), num_accepted)
     law = torch.where(rejected[:, None], residual(p_next, q_next), p_next)
     invalid = BAD_TARGET * (p.isnan().any(-1) & _in_use(p, draft_lengths)).long()
-    invalid[:, :-1] += BAD_DRAFT * (q.isnan().any(-1) & _in_use(p, draft_lengths - 1)[:, :-1])
-    bad = invalid.any(dim=1)
-    return Verdict(num_accepted, draw(torch.where(bad[:, None], 1.0, law), generator), invalid)
+    invalid[:, :-1] += BAD_DRAFT * (q.isnan().any(-1) & drafted & (invalid[:, :-1] == 0))
+    return Verdict(num_accepted, draw(drawable(law), generator), invalid)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -167,21 +170,34 @@ def at_place(probs: Tensor, place: Tensor) -> Tensor:
     return probs[torch.arange(len(place), device=place.device), place]
 
 
-def uniform(shape: Sequence[int], like: Tensor, generator: Generators) -> Tensor:
-    """Random numbers in [0, 1), from one generator or from one per row."""
-    r = torch.empty(shape, dtype=like.dtype, device=like.device)
-    if isinstance(generator, Sequence):
-        for row, row_generator in zip(r, generator):
-            row.uniform_(generator=row_generator)
-        return r
-    return r.uniform_(generator=generator)
+def uniform(shape: Sequence[int], like: Tensor, generator: Generators, counts: Tensor | None = None) -> Tensor:
+    """Random numbers in [0, 1), [B, K]; with one generator per row, row b draws its first ``counts[b]`` only."""
+    if not isinstance(generator, Sequence):
+        return torch.rand(*shape, dtype=like.dtype, device=like.device, generator=generator)
+    r = torch.zeros(*shape, dtype=like.dtype, device=like.device)
+    wanted = [shape[1]] * shape[0] if counts is None else counts.tolist()
+    for row, n, row_generator in zip(r, wanted, generator):
+        row[:n].uniform_(generator=row_generator)
+    return r
 
 
-def draw(probs: Tensor, generator: Generators = None) -> Tensor:
-    """One token per row, LongTensor [B], from probs [B, V]; a token of probability 0 never comes."""
+def draw(probs: Tensor, generator: Generators = None, wanted: Sequence[bool] | None = None) -> Tensor:
+    """One token per row, LongTensor [B], from probs [B, V]; a token of probability 0 never comes.
+
+    With one generator per row, rows that are not ``wanted`` draw nothing (they get token 0).
+    """
     if isinstance(generator, Sequence):
-        return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(probs, generator)])
+        tokens = torch.zeros(len(probs), dtype=torch.long, device=probs.device)
+        for b, (row, row_generator) in enumerate(zip(probs, generator)):
+            if wanted is None or wanted[b]:
+                tokens[b] = torch.multinomial(row, 1, generator=row_generator)
+        return tokens
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+
+
+def drawable(probs: Tensor) -> Tensor:
+    """Rows that hold NaN made uniform, so that drawing does not fail before `raise_for_nan` names them."""
+    return torch.where(probs.isnan().any(dim=-1, keepdim=True), 1.0, probs)
 
 
 def raise_for_nan(invalid: Tensor, rows: Sequence[int] | None = None) -> None:

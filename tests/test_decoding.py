@@ -309,3 +309,63 @@ def test_the_model_is_as_it_was(llama, make_drafter):
     before = (llama.config.to_dict(), llama.generation_config.to_dict(), llama.training)
     specnb.generate(llama, IDS, make_drafter(llama), max_new_tokens=6, pass_width=8)
     assert (llama.config.to_dict(), llama.generation_config.to_dict(), llama.training) == before
+
+
+# --- batches and options, row by row ---
+
+
+def test_padding_without_a_mask_is_found_as_transformers_finds_it():
+    model = tiny_model("llama")
+    model.generation_config.pad_token_id = 0
+    ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 1, 2]])
+    out = specnb.generate(model, ids, specnb.PromptLookup(), max_new_tokens=9)
+    assert out.sequences.tolist() == model.generate(ids, max_new_tokens=9, do_sample=False).tolist()
+
+
+def test_a_function_of_the_batch_row_is_told_the_right_one(llama):
+    def allowed(row, tokens):
+        return [10 + row, 20 + row]
+
+    ids = torch.cat([prompt(12), prompt(12, seed=4)])
+    out = specnb.generate(llama, ids, specnb.PromptLookup(), max_new_tokens=5, prefix_allowed_tokens_fn=allowed)
+    assert [set(row) <= {10 + b, 20 + b} for b, row in enumerate(out.sequences[:, 12:].tolist())] == [True, True]
+
+
+def test_criteria_see_scores_as_transformers_shows_them(llama):
+    shapes = []
+
+    class Look(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            shapes.append({tuple(step.shape) for step in scores})
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options = dict(return_dict_in_generate=True, output_scores=True, stopping_criteria=StoppingCriteriaList([Look()]))
+    specnb.generate(llama, IDS, specnb.PromptLookup(), max_new_tokens=5, **options)
+    assert shapes == [{(1, VOCAB)}] * 5
+
+
+def test_stop_strings_can_be_switched_off(tokenizer):
+    model = tiny_model("llama")
+    model.generation_config.stop_strings = [LETTERS[third_token(model)]]
+    assert int(specnb.generate(model, IDS, tokenizer=tokenizer, max_new_tokens=9).num_new_tokens) == 3
+    assert int(specnb.generate(model, IDS, stop_strings=None, max_new_tokens=9).num_new_tokens) == 9
+
+
+@pytest.mark.parametrize("wrong", [dict(drafter="x"), dict(pass_width=0), dict(return_trace="all")])
+def test_a_refused_run_shows_the_streamer_nothing(llama, wrong):
+    recorder = Recorder()
+    with pytest.raises((ValueError, TypeError)):
+        specnb.generate(llama, IDS, streamer=recorder, max_new_tokens=4, **wrong)
+    assert (recorder.puts, recorder.ends) == ([], 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"repetition_penalty": 1.4}], ids=str)
+def test_a_rows_draws_do_not_depend_on_its_neighbours(llama, make_drafter, options):
+    ids = torch.tensor([[0] * 5 + IDS[0, :7].tolist(), IDS[0].tolist(), prompt(12, seed=3)[0].tolist()])
+    mask = (torch.arange(12) >= torch.tensor([5, 0, 0])[:, None]).long()
+    options = dict(options, do_sample=True, max_new_tokens=12)
+    out = specnb.generate(llama, ids, make_drafter(llama), attention_mask=mask, seed=7, **options)
+    for b in range(3):
+        row = ids[b, mask[b].bool()][None]
+        alone = specnb.generate(llama, row, make_drafter(llama), seed=7 + b, **options)
+        assert out.sequences[b, 12:].tolist() == alone.sequences[0, row.shape[1] :].tolist()

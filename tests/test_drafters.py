@@ -215,3 +215,35 @@ def test_a_model_from_disk_drafts(llama, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     out = specnb.generate(loaded, IDS, specnb.DraftModel(llama, 4), max_new_tokens=25)
     assert out.stats.tokens_per_pass.tolist() == [5]
+
+
+def test_a_row_that_sits_a_round_out_keeps_a_sound_cache():
+    """At a bucket's edge a row takes no draft while its neighbour does; a copy of the target must stay always right."""
+    model = tiny_model("llama")
+    ids = torch.cat([prompt(256, seed=1), torch.cat([torch.zeros(1, 196, dtype=torch.long), prompt(60)], dim=1)])
+    mask = (torch.arange(256) >= torch.tensor([0, 196])[:, None]).long()
+    out = specnb.generate(model, ids, specnb.DraftModel(model, 4), attention_mask=mask, max_new_tokens=24, pass_width=8)
+    assert out.stats.alpha.tolist() == [1, 1]
+
+
+def test_prompts_with_ids_that_a_smaller_draft_lacks(llama):
+    small = tiny_model(vocab_size=VOCAB - 5)
+    ids = torch.tensor([[1, VOCAB - 1, 3, VOCAB - 2, 5]])
+    out = specnb.generate(llama, ids, specnb.DraftModel(small), max_new_tokens=8)
+    assert out.sequences.tolist() == plain(llama, ids, max_new_tokens=8).tolist()
+
+
+def test_a_draft_that_the_processors_leave_nothing_guesses_blindly(llama):
+    """Only ids the smaller draft does not have are allowed: q is uniform, and the run goes on."""
+    small = tiny_model(vocab_size=VOCAB - 5)
+    options = dict(do_sample=True, suppress_tokens=list(range(VOCAB - 5)), max_new_tokens=12, seed=0)
+    out = specnb.generate(llama, IDS, specnb.DraftModel(small), **options)
+    assert (out.sequences[0, 12:] >= VOCAB - 5).all()
+
+
+def test_nan_in_the_draft_is_named_as_the_drafts(llama):
+    broken = tiny_model("llama", seed=5)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="The draft's scores hold NaN in row 0 at position 0"):
+        specnb.generate(llama, IDS, specnb.DraftModel(broken), do_sample=True, max_new_tokens=8)

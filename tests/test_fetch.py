@@ -255,7 +255,7 @@ def test_a_download_that_stays_broken_ends(index, monkeypatch):
 
 def test_python_without_pip(index, monkeypatch, tmp_path):
     bare = tmp_path / "python-without-pip"
-    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -S -E \"$@\"\n")
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o755)
     monkeypatch.setattr(fetch.sys, "executable", str(bare))
     with pytest.raises(OSError, match=r"which .*python-without-pip lacks.*ensurepip"):

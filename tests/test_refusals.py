@@ -224,3 +224,78 @@ def test_a_drafter_without_a_method_is_told_which(llama):
 
     with pytest.raises(NotImplementedError, match="Empty must define propose"):
         specnb.generate(llama, IDS, Empty(4), max_new_tokens=8)
+
+
+# --- what others' runs brought to light ---
+
+
+@pytest.mark.parametrize("drafter", [None, specnb.PromptLookup()], ids=["none", "lookup"])
+def test_longrope_is_refused_where_a_pass_would_change_its_rotation(drafter):
+    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+                original_max_position_embeddings=32, factor=16.0)  # fmt: skip
+    model = tiny_model(rope_parameters=rope)
+    with pytest.raises(ValueError, match="longrope"):
+        specnb.generate(model, IDS, drafter, max_new_tokens=30)
+    out = specnb.generate(model, IDS, drafter, max_new_tokens=8)
+    assert out.sequences.tolist() == plain(model, IDS, max_new_tokens=8).tolist()
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "assistant_model", "negative_prompt_ids"])
+def test_inputs_that_would_be_dropped_in_silence_are_refused(llama, name):
+    with pytest.raises(ValueError, match=name):
+        specnb.generate(llama, IDS, max_new_tokens=4, **{name: torch.ones_like(IDS)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(seed=1.5), "seed"),
+        (dict(seed="a"), "seed"),
+        (dict(seed=[1, 2]), "2 for 1 rows"),
+        (dict(return_trace="all"), "return_trace"),
+        (dict(attention_mask=[[1] * 12]), "attention_mask must be a tensor"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(llama, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        specnb.generate(llama, IDS, max_new_tokens=4, do_sample=True, **options)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        specnb.Draft(torch.tensor([[1.0]]), torch.tensor([1])),
+        specnb.Draft(torch.tensor([[1]]), torch.tensor([-1])),
+        specnb.Draft(torch.tensor([[1]]), torch.tensor([1.0])),
+        specnb.Draft(torch.tensor([[1]]), torch.tensor([1]), torch.ones(1, 1, VOCAB + 1) / VOCAB),
+    ],
+)
+def test_drafts_that_are_no_drafts(llama, draft):
+    class Odd(specnb.Drafter):
+        def draft(self, rows, limits):
+            return draft
+
+    with pytest.raises(ValueError, match=r"whole numbers|probs must be"):
+        specnb.generate(llama, IDS, Odd(4), max_new_tokens=8, do_sample=True)
+
+
+@pytest.mark.parametrize("answer", [3, "word", [3.7], [[1, 2]]])
+def test_proposals_that_are_no_list_of_tokens(llama, answer):
+    drafter = specnb.Scripted([[1]])
+    drafter.propose = lambda context, limit: answer
+    with pytest.raises(TypeError, match=r"Scripted\.propose must return a list of token ids"):
+        specnb.generate(llama, IDS, drafter, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("answer", [None, (), iter([4, 5]), torch.tensor([4, 5])])
+def test_proposals_of_other_kinds_are_taken_as_they_are_meant(llama, answer):
+    drafter = specnb.Scripted([[1]])
+    drafter.propose = lambda context, limit: answer
+    out = specnb.generate(llama, IDS, drafter, max_new_tokens=8)
+    assert out.sequences.tolist() == plain(llama, IDS, max_new_tokens=8).tolist()
+
+
+@pytest.mark.parametrize("count", [1.9, [1, 2, 3]])
+def test_rollback_counts_that_are_no_counts(llama, count):
+    with pytest.raises(ValueError, match="rollback takes a whole number"):
+        specnb.RaggedCache(llama.config, 2, 8).rollback(count)

@@ -9,6 +9,7 @@ A drafter of your own is a subclass with one method:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specnb.verification import draw
+from specnb.verification import draw, drawable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,12 +81,18 @@ class Session:
     do_sample: bool = False
     generators: Sequence[torch.Generator] | None = None
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V]."""
+    def choose(self, scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V].
+
+        ``wanted`` [B] on the CPU: rows that have all their guesses draw nothing more, so that a row's random numbers
+        do not depend on its neighbours. Where the processors left the draft nothing, it guesses blindly: q is uniform.
+        """
         if not self.do_sample:
             return scores.argmax(dim=-1), None
-        q = scores.float().softmax(dim=-1)
-        return draw(q, self.generators), q
+        scores = scores.float()
+        nothing = (scores == float("-inf")).all(dim=-1, keepdim=True)
+        q = scores.masked_fill(nothing, 0.0).softmax(dim=-1)
+        return draw(drawable(q), self.generators, wanted.tolist()), q
 
 
 class Drafter:
@@ -110,7 +117,17 @@ class Drafter:
 
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         """Guess the next tokens of every row, at most ``limits[b]`` for row b (0: the row wants none)."""
-        return Draft.from_lists([self.propose(rows.tokens(b), n)[:n] if n else [] for b, n in enumerate(limits)])
+        return Draft.from_lists([self._proposal(rows.tokens(b), n) if n else [] for b, n in enumerate(limits)])
+
+    def _proposal(self, context: list[int], limit: int) -> list[int]:
+        """What `propose` says, as plain numbers; None counts as no guess."""
+        answer = self.propose(context, limit)
+        try:
+            return [operator.index(token) for token in ([] if answer is None else answer)][:limit]
+        except TypeError:
+            raise TypeError(
+                f"{type(self).__name__}.propose must return a list of token ids (whole numbers), got {answer!r}."
+            ) from None
 
     def propose(self, context: list[int], limit: int) -> list[int]:
         """Guess up to ``limit`` tokens that follow ``context``."""

@@ -45,11 +45,14 @@ class DraftModel(Drafter):
         self._session = session
         rows = session.rows
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
-        prompts = [rows.view(b)[:-1][: context_size(self.model.config)] for b in range(len(rows))]
-        prefill(self.model, self.cache, prompts)
+        known = [[min(token, self._last_id) for token in rows.view(b)] for b in range(len(rows))]
+        prefill(self.model, self.cache, [tokens[:-1][: context_size(self.model.config)] for tokens in known])
+        self._trusted = self.cache.lengths
 
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         lengths = torch.tensor(self._within_context(rows, limits))
+        # a row that sits this round out rides along on filler, which must not stay in its cache
+        self._trusted = torch.where(lengths > 0, torch.iinfo(torch.long).max, self.cache.lengths)
         k = int(lengths.max())
         guesses = torch.zeros(len(rows), 0, dtype=torch.long, device=self.model.device)
         if k == 0:
@@ -59,14 +62,14 @@ class DraftModel(Drafter):
         for step in range(k):
             if step:
                 logits = self._pass(guesses[:, -1:])[:, -1]
-            guess, q = self._session.choose(self._process(rows, guesses, logits))
+            guess, q = self._session.choose(self._process(rows, guesses, logits), lengths > step)
             guesses = torch.cat([guesses, guess[:, None]], dim=1)
             laws += [] if q is None else [q]
         return Draft(guesses, lengths, torch.stack(laws, dim=1) if laws else None)
 
     def observe(self, rows: Rows, kept: list[int]) -> None:
         """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest."""
-        known = torch.tensor(rows.lengths) - 1
+        known = torch.minimum(torch.tensor(rows.lengths) - 1, self._trusted)
         self.cache.rollback((self.cache.lengths - known).clamp(min=0))
 
     def _within_context(self, rows: Rows, limits: list[int]) -> list[int]:
@@ -89,12 +92,14 @@ class DraftModel(Drafter):
         last = (counts - 1).clamp(min=0).to(logits.device)
         return logits[torch.arange(len(last), device=logits.device), last]
 
+    @property
+    def _last_id(self) -> int:
+        """The last token id the draft has an embedding for; a target padded to more ids may write later ones."""
+        return self.model.get_input_embeddings().num_embeddings - 1
+
     def _pass(self, tokens: Tensor) -> Tensor:
         self.cache.reserve(int(self.cache.lengths.max()) + tokens.shape[1])
-        tokens = tokens.clamp(
-            max=self.model.get_input_embeddings().num_embeddings - 1
-        )  # ids of a longer target padding
-        return target_pass(self.model, self.cache, tokens)[..., : self._session.vocab_size]
+        return target_pass(self.model, self.cache, tokens.clamp(max=self._last_id))[..., : self._session.vocab_size]
 
     def _process(self, rows: Rows, guesses: Tensor, logits: Tensor) -> Tensor:
         """The draft's scores [B, V] at its next place, after the processors it shares with the target."""
