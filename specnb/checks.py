@@ -23,11 +23,15 @@ TESTED_FAMILIES = frozenset(
     ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "opt", "phi", "gemma3_text", "gemma3", "smollm3"]
 )
 _STATEFUL_PROCESSORS = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
-# built from the padded prompt: its length, or the prompts themselves
+# built from the length of the padded prompt, and wrong for rows that are shorter
+_PADDED_LENGTH_PROCESSORS = {
+    "ExponentialDecayLengthPenalty", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+}  # fmt: skip
+# built from all prompts of a batch, and wrong for one row of it
 _WHOLE_BATCH_PROCESSORS = {
-    "EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "ExponentialDecayLengthPenalty",
-    "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
 }  # fmt: skip
 _MASKABLE_ATTENTION = ("eager", "sdpa")
 _PROBED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -287,7 +291,9 @@ def check_processors(processors: LogitsProcessorList, prompts: list[list[int]], 
             "Use a stateless processor."
         )
     padded = any(len(prompt) != padded_length for prompt in prompts)
-    if (padded or len(prompts) > 1) and (batched := sorted(names & _WHOLE_BATCH_PROCESSORS)):
+    several = any(prompt != prompts[0] for prompt in prompts)
+    unfit = (_PADDED_LENGTH_PROCESSORS if padded else set()) | (_WHOLE_BATCH_PROCESSORS if several else set())
+    if batched := sorted(names & unfit):
         raise ValueError(
             f"{batched[0]} was built for the whole padded batch; here each row is decoded by itself. "
             "Use specnb.generate, which prepares every row alone, or one row at a time."

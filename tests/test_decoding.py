@@ -369,3 +369,32 @@ def test_a_rows_draws_do_not_depend_on_its_neighbours(llama, make_drafter, optio
         row = ids[b, mask[b].bool()][None]
         alone = specnb.generate(llama, row, make_drafter(llama), seed=7 + b, **options)
         assert out.sequences[b, 12:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("option", ["repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty"])
+def test_several_samples_of_one_prompt_with_processors_that_look_at_the_prompt(llama, option):
+    options = {
+        option: 2 if option == "no_repeat_ngram_size" else 2.0,
+        "do_sample": True,
+        "seed": 3,
+        "max_new_tokens": 6,
+    }
+    out = specnb.generate(llama, IDS, specnb.PromptLookup(), num_return_sequences=3, **options)
+    for b in range(3):
+        alone = specnb.generate(llama, IDS, specnb.PromptLookup(), **{**options, "seed": 3 + b})
+        assert out.sequences[b].tolist() == alone.sequences[0].tolist()
+
+
+def test_decode_takes_an_unpadded_batch_with_a_repetition_penalty(llama):
+    ids = torch.cat([IDS, prompt(12, seed=4)])
+    options = dict(max_new_tokens=9, do_sample=False, repetition_penalty=1.5)
+    tokens = llama.generate(ids, custom_generate=specnb.decode, drafter=specnb.PromptLookup(), **options)
+    assert tokens.tolist() == llama.generate(ids, **options).tolist()
+
+
+def test_decode_refuses_processors_built_from_padding(llama):
+    ids, mask = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 1, 2]]), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    with pytest.raises(ValueError, match=r"RepetitionPenalty.*Use specnb\.generate"):
+        llama.generate(
+            ids, attention_mask=mask, custom_generate=specnb.decode, repetition_penalty=1.5, max_new_tokens=3
+        )
