@@ -146,14 +146,16 @@ def _mark_knee(ax: Axes, positions: Sequence[int], cost: np.ndarray, tolerance: 
     knee = max(i for i in range(len(cost)) if cost[i] <= limit)
     ax.axhline(limit, linestyle="--", linewidth=1, color="0.5")
     ax.plot(positions[knee], cost[knee], marker="o", markersize=14, fillstyle="none", color=color, linestyle="none")
+    above = len(ax.texts) % 2 == 1  # two curves often share their knee: one label below it, one above
     ax.annotate(
         f"knee: T = {positions[knee]}",
         (positions[knee], cost[knee]),
-        xytext=(0, -16),
+        xytext=(0, 16 if above else -16),
         textcoords="offset points",
         ha="center",
-        va="top",
+        va="bottom" if above else "top",
         fontsize="small",
+        color=color,
     )
 
 
