@@ -55,7 +55,9 @@ def generate(
         return_trace: True keeps every round in ``out.trace``; ``"probs"`` also p (and q) of its places.
         pass_width: W; every decoding pass then has W positions, filler included, and the prompt is prefilled in
             chunks of a fixed size. Same width, same machine: the same tokens bit for bit with any drafter or none,
-            also in bfloat16 (in float32 take a multiple of 4). Drafts are cut to W - 1.
+            also in bfloat16 (in float32 take a multiple of 4). Drafts are cut to W - 1. A row of a batch equals its
+            prompt alone bit for bit in bfloat16 while the longest row lies in the same bucket of positions (256, 512,
+            1024, …); in float32, or with a neighbour in a later bucket, up to rounding.
         streamer: a transformers streamer, for one row; sees the prompt first, then every new token once.
         **generation_kwargs: as for ``model.generate``: max_new_tokens, eos_token_id, stop_strings,
             repetition_penalty, generation_config, logits_processor, stopping_criteria, … Lengths count a row's own
