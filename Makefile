@@ -1,6 +1,6 @@
 # make lab          install, fetch the model, open JupyterLab on notebooks/
 # make test         everything that must hold: lint, types, tests, notebooks, browser
-# make test-quick   the tests without the real model, notebooks and browser
+# make test-quick   the tests without the real model, statistics, notebooks and browser
 # make test-oldest  the quick tests with the oldest transformers that specnb supports
 # make notebooks    run the series headless in full mode and store the outputs
 # make clean        remove the environments and every cache in this folder (the fetched model stays)
@@ -16,7 +16,7 @@ PY        := .venv/bin/python
 INSTALLED := .venv/.installed
 MODEL     := .venv/.model
 OLDEST    := transformers==5.17.0
-QUICK     := -m "not real_model and not slow and not notebook and not browser"
+QUICK     := -m "not real_model and not slow and not statistical and not notebook and not browser"
 SETUP      = PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/setup.sh
 
 .PHONY: lab test test-quick test-oldest notebooks clean again
