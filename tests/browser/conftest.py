@@ -1,11 +1,13 @@
 """Fixtures of the browser tests: the system's chromium, one JupyterLab for all of them, a page per test."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.lab import CHROMIUM_FLAGS, Lab, find_chromium, lab_server
 from tests.browser.workbench import RESET, workbench
@@ -82,4 +84,6 @@ def opened_bench(browser, browser_context_args: dict, lab_url: str) -> Iterator[
 def bench(opened_bench: Lab) -> Lab:
     """The opened notebook with every widget as it was at the start."""
     opened_bench.run_code(RESET)
+    # the kernel is done, but its message may still be on the way: a key pressed now would be undone by it
+    expect(opened_bench.output(".specnb-replay [role=status]")).to_have_text(re.compile("^Round 1 of 2"))
     return opened_bench
