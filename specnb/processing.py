@@ -7,6 +7,7 @@ plain decoding would show it: the row so far plus the guesses before that place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 if TYPE_CHECKING:
+    from specnb.preparation import Request
     from specnb.rows import Rows
 
 # these look at the scores only, never at the context: all rows and positions go through in one call
@@ -31,6 +33,8 @@ class Processors:
     def __init__(self, per_row: list[LogitsProcessorList]) -> None:
         self.per_row = per_row
         self.context_free = all(type(p) in _CONTEXT_FREE for processors in per_row for p in processors)
+        # one list for all rows, which looks at no context: every row and position can go through it at once
+        self.one_call = self.context_free and all(processors is per_row[0] for processors in per_row)
 
     def __call__(self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Tensor) -> Tensor:
         """The target's p at every place of the round, as scores.
@@ -46,9 +50,28 @@ class Processors:
         if not any(self.per_row):
             return logits
         scores = logits.to(torch.float32, copy=True)
+        if self.one_call:
+            return self._all_at_once(scores)
         for b in rows.active:
             places = int(lengths[b]) + 1
             scores[b, :places] = self.score(rows, b, drafted[b, : places - 1], scores[b, :places])
+        return scores
+
+    def _all_at_once(self, scores: Tensor) -> Tensor:
+        """Scores [B, T, V] through context-free processors; the tokens they are shown do not matter."""
+        flat = scores.flatten(0, 1)
+        tokens = torch.zeros(len(flat), 1, dtype=torch.long, device=flat.device)
+        return self.per_row[0](tokens, flat).view_as(scores)
+
+    def next_scores(self, rows: Rows, guesses: Tensor, logits: Tensor) -> Tensor:
+        """A draft's scores [B, V] at its next place, after its guesses [B, n] so far."""
+        if not any(self.per_row):
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        if self.one_call:
+            return self._all_at_once(scores[:, None])[:, 0]
+        for b in rows.active:
+            scores[b] = self.score(rows, b, guesses[b], scores[b, None], first=guesses.shape[1])[0]
         return scores
 
     def score(self, rows: Rows, b: int, guesses: Tensor, scores: Tensor, first: int = 0) -> Tensor:
@@ -59,3 +82,11 @@ class Processors:
         start = len(context) - len(guesses) + first
         places = range(start, start + len(scores))
         return torch.cat([self.per_row[b](context[None, :n], scores[n - start, None]) for n in places])
+
+
+def share_context_free(requests: Sequence[Request]) -> None:
+    """Rows prepared apart from the same options get one list of processors, if no processor looks at the context."""
+    lists = [request.processors for request in requests]
+    if all(type(p) in _CONTEXT_FREE for processors in lists for p in processors):
+        for request in requests:
+            request.processors = lists[0]

@@ -124,9 +124,12 @@ class Rows:
         self._tokens[b].append(token)
 
     def _has_ended(self, b: int) -> bool:
-        scores = tuple(step[None] for step in self.chosen_from[b]) or None  # [1, V] each, as transformers has them
-        stopped = bool(self.criteria[b](self.context(b)[None], scores).all())
+        stopped = bool(self.criteria[b]) and self._is_stopped(b)
         return stopped or len(self._tokens[b]) - self.prompt_lengths[b] >= self.budgets[b]
+
+    def _is_stopped(self, b: int) -> bool:
+        scores = tuple(step[None] for step in self.chosen_from[b]) or None  # [1, V] each, as transformers has them
+        return bool(self.criteria[b](self.context(b)[None], scores).all())
 
     def padded(self, pad_token_id: int) -> Tensor:
         """The new tokens of all rows, LongTensor [B, longest], right-padded."""

@@ -106,10 +106,4 @@ class DraftModel(Drafter):
         missing = self._session.vocab_size - logits.shape[-1]
         if missing > 0:  # a target padded to more ids: the draft never guesses those
             logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        processors = self._session.processors
-        if not any(processors.per_row):
-            return logits
-        scores = logits.to(torch.float32, copy=True)
-        for b in rows.active:
-            scores[b] = processors.score(rows, b, guesses[b], scores[b, None], first=guesses.shape[1])[0]
-        return scores
+        return self._session.processors.next_scores(rows, guesses, logits)
