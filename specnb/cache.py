@@ -28,7 +28,7 @@ def bucket_size(position: int) -> int:
     """How many slots a fixed-width pass attends to at this position: the first of 256, 512, 1024, … above it.
 
     A function of the absolute position alone, so that two runs which reach a position by different rounds compute
-    exactly the same thing there (DESIGN: fixed width).
+    exactly the same thing there.
     """
     return max(SMALLEST_BUCKET, 1 << position.bit_length())
 
