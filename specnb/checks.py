@@ -108,7 +108,7 @@ def _probe_once(model: PreTrainedModel, role: str) -> None:
 def _rollback_error(model: PreTrainedModel) -> float:
     """Largest relative difference of two rows' scores after a rejected draft, against each row alone from scratch."""
     n = _own_window(model.config) + 5
-    tokens = (torch.arange(2 * n + 4).reshape(2, -1) * 7 + 3) % compat.text_config(model.config).vocab_size
+    tokens = (torch.arange(2 * n + 4).reshape(2, -1) * 7 + 3) % compat.vocab_size(model)
     cache = RaggedCache(model.config, 2, n + 8)
     target_pass(model, cache, tokens[:, :n])
     cache.rollback([1, 3])  # rows of length n - 1 and n - 3
@@ -206,7 +206,7 @@ def check_same_vocabulary(
             f"The target is on {target.device}, the draft model on {draft.device}; put both on one device: "
             f"draft.to({str(target.device)!r})."
         )
-    sizes = [compat.text_config(model.config).vocab_size for model in (target, draft)]
+    sizes = [compat.vocab_size(model) for model in (target, draft)]
     names = [model.config.name_or_path or type(model).__name__ for model in (target, draft)]
     if tokenizer is not None and draft_tokenizer is not None:
         if tokenizer.get_vocab() != draft_tokenizer.get_vocab():

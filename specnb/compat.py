@@ -39,6 +39,11 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    """V, the number of tokens the model scores."""
+    return text_config(model.config).vocab_size
+
+
 def layer_windows(config: Any) -> list[int | None]:
     """Per layer: the sliding window in tokens, or None for full attention.
 

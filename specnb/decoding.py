@@ -72,7 +72,7 @@ def generate(
     Introduced in notebook 00, built in notebooks 03 and 04.
     """
     checks.check_model(model)
-    checks.check_input_ids(input_ids, vocab_size(model), context_size(model.config))
+    checks.check_input_ids(input_ids, compat.vocab_size(model), context_size(model.config))
     if attention_mask is None:
         attention_mask = inferred_mask(model, input_ids, generation_kwargs)
     prompts = checks.unpadded_rows(input_ids, attention_mask)
@@ -80,7 +80,6 @@ def generate(
     for b, prompt in enumerate(prompts):
         requests += prepare(model, prompt, tokenizer, for_row(b, generation_kwargs))
     share_context_free(requests)
-    checks.check_streamer(streamer, len(requests))
     return decode_requests(
         model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,
         return_trace=return_trace, seed=seed, show_prompt=True,
@@ -110,7 +109,7 @@ def decode(
         LongTensor [B, n + new], or a `GenerateOutput` with ``return_dict_in_generate=True``.
     """
     checks.check_model(model)
-    checks.check_input_ids(input_ids, vocab_size(model), context_size(model.config))
+    checks.check_input_ids(input_ids, compat.vocab_size(model), context_size(model.config))
     check_inputs(model_kwargs)
     prompts = checks.unpadded_rows(input_ids, model_kwargs.get("attention_mask"))
     requests = requests_of(prompts, input_ids.shape[1], logits_processor, stopping_criteria, generation_config)
@@ -177,7 +176,7 @@ def start(
     prefill(model, cache, [prompt[:-1] for prompt in prompts], fixed=pass_width is not None)
     if drafter is not None:
         sampling = bool(config.do_sample)
-        drafter.start(Session(model, rows, processors, vocab_size(model), tokenizer, sampling, generators))
+        drafter.start(Session(model, rows, processors, compat.vocab_size(model), tokenizer, sampling, generators))
     return run
 
 
@@ -210,10 +209,6 @@ def row_generators(
     if len(seeds) != batch_size:
         raise ValueError(f"seed must be one number, or one per row: got {len(seeds)} for {batch_size} rows.")
     return [torch.Generator(device).manual_seed(s) for s in seeds]
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    return compat.text_config(model.config).vocab_size
 
 
 class Run:
@@ -259,7 +254,7 @@ class Run:
         if self.drafter is None or not any(limits):
             draft = Draft.empty(len(self.rows))
         else:
-            draft = checks.checked_draft(self.drafter.draft(self.rows, limits), limits, vocab_size(self.model))
+            draft = checks.checked_draft(self.drafter.draft(self.rows, limits), limits, compat.vocab_size(self.model))
         return draft.to(self.model.device)
 
     def limits(self) -> list[int]:
