@@ -33,6 +33,15 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
         total_variation,
         two_sample_chi_square,
     )
+    from specnb.theory import (
+        CostCurve,
+        best_draft_length,
+        break_even_alpha,
+        expected_tokens,
+        operations_factor,
+        speedup,
+        tokens_per_round_law,
+    )
     from specnb.verification import Verdict, emitted_distribution, residual, verify_greedy, verify_sample
 
 __version__ = "0.1.0"
@@ -48,6 +57,8 @@ _HOMES = {
     "report": "GenerateOutput Round Stats",
     "stats": "AuditResult TestResult audit chi_square correct effect_size g_test power required_sample_size "
     "total_variation two_sample_chi_square",
+    "theory": "CostCurve best_draft_length break_even_alpha expected_tokens operations_factor speedup "
+    "tokens_per_round_law",
     "verification": "Verdict emitted_distribution residual verify_greedy verify_sample",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
