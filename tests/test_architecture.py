@@ -33,6 +33,7 @@ def imports_of(path: Path) -> set[str]:
     ("module", "may_know"),
     [
         ("verification.py", set()),
+        ("theory.py", set()),
         ("compat.py", set()),
         ("report.py", set()),
         ("rows.py", {"specnb.report"}),
