@@ -17,18 +17,20 @@ SECONDS_BETWEEN_DRAWS = 0.1
 
 
 class Progress:
-    """Progress of one step, in bytes when `total` is known, in seconds otherwise.
+    """Progress of one step, in bytes or things when `total` is known, in seconds otherwise.
 
     Args:
-        label: what is being done, as a reader would say it.
-        total: bytes to do; `None` where only the time is known.
+        label: what is being done, as a reader would say it. May be changed on the way.
+        total: how much there is to do; `None` where only the time is known.
+        unit: what is counted, "passes" say; the time left is then told as well. "%" shows the share that is done,
+            whatever is counted. None counts bytes.
     """
 
-    def __init__(self, label: str, total: int | None = None) -> None:
-        self.label, self.total = label, total
+    def __init__(self, label: str, total: float | None = None, unit: str | None = None) -> None:
+        self.label, self.total, self.unit = label, total, unit
         self._started = time.monotonic()
         self._next_draw = self._started
-        self._quarter = -1
+        self._quarter, self._longest = -1, 0
         self._ended = False
         self._display: Any = None
         self._notebook = in_notebook()
@@ -47,35 +49,49 @@ class Progress:
         if self._terminal:
             print(file=sys.stderr)
 
-    def update(self, done: int) -> None:
-        """Show that `done` bytes are done; calls that come too soon after the last one draw nothing."""
+    def update(self, done: float) -> None:
+        """Show how much is done; calls that come too soon after the last one draw nothing."""
         now = time.monotonic()
         if now < self._next_draw:
             return
         self._next_draw = now + SECONDS_BETWEEN_DRAWS
         self._draw(done)
 
-    def text(self, done: int) -> str:
-        """The line for `done` bytes, without the bar."""
+    def text(self, done: float) -> str:
+        """The line, without the bar."""
         if self.total is None:
             return f"{self.label}: {time.monotonic() - self._started:.0f} s"
-        return f"{self.label}: {done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+        if self.unit is None:
+            return f"{self.label}: {done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+        if self.unit == "%":
+            return f"{self.label}: {done / self.total:.0%}{self._time_left(done)}"
+        return f"{self.label}: {done:.0f} of {self.total:.0f} {self.unit}{self._time_left(done)}"
 
-    def _draw(self, done: int) -> None:
+    def _time_left(self, done: float) -> str:
+        """How long the rest takes if it goes on as it did so far; at the end, how long it took."""
+        assert self.total is not None
+        elapsed = time.monotonic() - self._started
+        if done >= self.total:
+            return f", {duration(elapsed)}"
+        return f", {duration(elapsed / done * (self.total - done))} left" if done > 0 else ""
+
+    def _draw(self, done: float) -> None:
         if self._notebook:
             self._draw_in_notebook(done)
         elif self._terminal:
-            print(f"\r{self._bar(done)}{self.text(done)} ", end="", file=sys.stderr, flush=True)
+            line = f"{self._bar(done)}{self.text(done)} "
+            self._longest = max(self._longest, len(line))  # spaces cover what a longer line has left behind
+            print(f"\r{line:{self._longest}}", end="", file=sys.stderr, flush=True)
         else:
             self._print_at_quarters(done)
 
-    def _bar(self, done: int) -> str:
+    def _bar(self, done: float) -> str:
         if not self.total:
             return ""
-        filled = min(BAR_WIDTH, BAR_WIDTH * done // self.total)
+        filled = min(BAR_WIDTH, int(BAR_WIDTH * done / self.total))
         return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] "
 
-    def _draw_in_notebook(self, done: int) -> None:
+    def _draw_in_notebook(self, done: float) -> None:
         from IPython.display import HTML, display
 
         line = HTML(f"<pre>{self._bar(done)}{html.escape(self.text(done))}</pre>")
@@ -84,12 +100,20 @@ class Progress:
         else:
             self._display.update(line)
 
-    def _print_at_quarters(self, done: int) -> None:
+    def _print_at_quarters(self, done: float) -> None:
         """At every quarter; where there are no quarters, at the start and the end."""
-        quarter = 4 * done // self.total if self.total else int(self._ended)
+        quarter = int(4 * done / self.total) if self.total else int(self._ended)
         if quarter > self._quarter:
             self._quarter = quarter
             print(self.text(done), file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min, 1 h 20 min: as exact as a reader needs it."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def in_notebook() -> bool:
