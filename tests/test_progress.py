@@ -17,8 +17,8 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (12, "12 s"), (99, "99 s"), (100, "2 min"), (3540, "59 min"), (3600, "1 h 0 min"), (5000, "1 h 23 min")],
-)  # fmt: skip
+    [(0.4, "0 s"), (12, "12 s"), (99, "99 s"), (100, "2 min"), (3540, "59 min"), (3600, "1 h 0 min")],
+)
 def test_durations_are_as_exact_as_a_reader_needs(seconds, text):
     assert progress.duration(seconds) == text
 
