@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
     from specnb.models import load_model
     from specnb.oracle import exact_law
+    from specnb.profiling import Roofline, arithmetic_peak, forward_cost, memory_bandwidth, roofline
     from specnb.report import GenerateOutput, Round, Stats
     from specnb.stats import (
         AuditResult,
@@ -54,6 +55,7 @@ _HOMES = {
     "drafters": "Draft Drafter DraftModel PromptLookup Scripted",
     "models": "load_model",
     "oracle": "exact_law",
+    "profiling": "Roofline arithmetic_peak forward_cost memory_bandwidth roofline",
     "report": "GenerateOutput Round Stats",
     "stats": "AuditResult TestResult audit chi_square correct effect_size g_test power required_sample_size "
     "total_variation two_sample_chi_square",
