@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import specnb
+from specnb.resources import data_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,11 +126,26 @@ def test_the_wheel_holds_the_whole_package(wheel):
     here = {path.relative_to(ROOT).as_posix() for path in files}
     assert {"specnb/py.typed", "specnb/models.py"} < here
     assert any(name.startswith("specnb/static/") for name in here)
-    assert here == {name for name in wheel.namelist() if name.startswith("specnb/")}
+    carried = {f"specnb/data/prompts/{path.name}" for path in (ROOT / "data" / "prompts").iterdir()}
+    assert len(carried) == 9
+    assert here | carried == {name for name in wheel.namelist() if name.startswith("specnb/")}
 
 
 def test_the_wheel_holds_nothing_else(wheel):
     assert {name.partition("/")[0] for name in wheel.namelist()} == {"specnb", f"specnb-{PROJECT['version']}.dist-info"}
+
+
+def test_the_installed_package_finds_its_data(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    script = "from specnb import resources; print(resources.data_path('prompts'))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / "specnb" / "data" / "prompts"), done.stderr
+
+
+def test_a_checkout_finds_its_data():
+    assert data_path("prompts") == ROOT / "data" / "prompts"
+    with pytest.raises(ValueError, match=r"no data named 'weights'.* prompts"):
+        data_path("weights")
 
 
 def test_the_wheel_carries_the_licence(wheel):
