@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
         tokens_per_round_law,
     )
     from specnb.verification import Verdict, emitted_distribution, residual, verify_greedy, verify_sample
+    from specnb.workloads import Prompt, encode, load_prompts
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _HOMES = {
     "theory": "CostCurve best_draft_length break_even_alpha expected_tokens operations_factor speedup "
     "tokens_per_round_law",
     "verification": "Verdict emitted_distribution residual verify_greedy verify_sample",
+    "workloads": "Prompt encode load_prompts",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
