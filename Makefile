@@ -6,16 +6,19 @@
 # make clean        remove the environments and every cache in this folder (the fetched model stays)
 #
 # Variables: PYTHON=python3.12, LAB_FLAGS=--no-browser,
-#            TORCH_INDEX=https://download.pytorch.org/whl/cu128 for another build of torch
+#            TORCH_INDEX=https://download.pytorch.org/whl/cu128 for another build of torch,
+#            WORKERS=1 to run the tests one after the other (default: one worker per core, four at most)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 LAB_FLAGS ?=
+WORKERS ?= auto
 
 PY        := .venv/bin/python
 INSTALLED := .venv/.installed
 MODEL     := .venv/.model
 OLDEST    := transformers==5.17.0
+PYTEST    := -m pytest -n $(WORKERS)
 QUICK     := -m "not real_model and not slow and not statistical and not notebook and not browser"
 SETUP      = PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/setup.sh
 
@@ -48,13 +51,13 @@ lab: $(MODEL)
 test: $(MODEL)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest
+	$(PY) $(PYTEST)
 
 test-quick: $(INSTALLED)
-	$(PY) -m pytest $(QUICK)
+	$(PY) $(PYTEST) $(QUICK)
 
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest $(QUICK)
+	.venv-oldest/bin/python $(PYTEST) $(QUICK)
 
 notebooks: $(MODEL)
 	$(PY) tests/run_notebooks.py

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import transformers
 
 import specnb
+from tests import workers
 from tests.tiny import perturbed, tiny_model
 
 transformers.utils.logging.disable_progress_bar()
@@ -16,9 +19,31 @@ transformers.utils.logging.set_verbosity_error()
 _THREADS = torch.get_num_threads()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    return workers.auto_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Units in the order of the collection, whatever their number of tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = workers.unit_of
+    return scheduler
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: workers.rank(mark.name for mark in item.iter_markers()))
+
+
 @pytest.fixture(autouse=True)
 def threads(request):
-    """One thread for tiny models, where threads only wait for each other; all of them for the real one."""
+    """One thread for tiny models, where threads only wait for each other; all that there are for the real one."""
     torch.set_num_threads(_THREADS if request.node.get_closest_marker("real_model") else 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -44,13 +46,25 @@ def encode(tokenizer, text: str) -> torch.Tensor:
     return tokenizer(chat, return_tensors="pt", add_special_tokens=False).input_ids
 
 
+def padded(tokenizer, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts [1, n] of different length as one left-padded batch, and its mask."""
+    longest = max(ids.shape[1] for ids in rows)
+    batch = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for b, ids in enumerate(rows):
+        batch[b, longest - ids.shape[1] :], mask[b, longest - ids.shape[1] :] = ids[0], 1
+    return batch, mask
+
+
 @pytest.fixture(scope="module")
 def expected(real):
-    """transformers' own greedy text of each prompt."""
+    """transformers' own greedy text of each prompt, all in one padded batch: (prompt [1, n], its new tokens)."""
     model, tokenizer = real
-    ids = [encode(tokenizer, text) for text in PROMPTS]
-    options = dict(max_new_tokens=NEW, do_sample=False)
-    return [(i, model.generate(i, attention_mask=torch.ones_like(i), **options).tolist()) for i in ids]
+    prompts = [encode(tokenizer, text) for text in PROMPTS]
+    ids, mask = padded(tokenizer, prompts)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :].tolist()
+    end = tokenizer.eos_token_id
+    return [(p, new[: new.index(end) + 1] if end in new else new) for p, new in zip(prompts, out)]
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +73,27 @@ def real_bfloat16():
 
 
 def test_prompt_lookup_writes_the_text_of_plain_generate(real, expected):
+    """Each prompt alone."""
     for ids, text in expected:
-        assert specnb.generate(real[0], ids, specnb.PromptLookup(), max_new_tokens=NEW).sequences.tolist() == text
+        out = specnb.generate(real[0], ids, specnb.PromptLookup(), max_new_tokens=NEW)
+        assert out.sequences[0, ids.shape[1] :].tolist() == text
 
 
-def test_a_draft_model_writes_the_text_of_plain_generate(real, expected, real_bfloat16):
-    """The draft is the target in bfloat16: often right, not always."""
-    rejected = 0
-    for ids, text in expected:
-        out = specnb.generate(real[0], ids, specnb.DraftModel(real_bfloat16), max_new_tokens=NEW)
-        assert out.sequences.tolist() == text
-        assert float(out.stats.tokens_per_pass) > 1.5
-        rejected += int(out.stats.rejected)
-    assert rejected > 0
+def new_tokens(out: specnb.GenerateOutput, prompt_length: int) -> list[list[int]]:
+    """What each row of a batch has got, without its padding."""
+    return [row[: int(n)].tolist() for row, n in zip(out.sequences[:, prompt_length:], out.num_new_tokens)]
+
+
+@pytest.mark.parametrize("part", [slice(0, 10), slice(10, 20)], ids=str)
+def test_a_draft_model_writes_the_text_of_plain_generate(real, expected, real_bfloat16, part):
+    """Ten prompts in a ragged batch. The draft is the target in bfloat16: often right, not always."""
+    prompts, texts = zip(*expected[part])
+    ids, mask = padded(real[1], prompts)
+    draft = specnb.DraftModel(real_bfloat16)
+    out = specnb.generate(real[0], ids, draft, attention_mask=mask, max_new_tokens=NEW)
+    assert new_tokens(out, ids.shape[1]) == list(texts)
+    assert bool((out.stats.tokens_per_pass > 1.5).all())
+    assert int(out.stats.rejected.sum()) > 0
 
 
 def test_a_copy_of_the_target_gives_five_tokens_a_pass(real):
@@ -79,16 +101,6 @@ def test_a_copy_of_the_target_gives_five_tokens_a_pass(real):
     ids = encode(tokenizer, PROMPTS[1])
     out = specnb.generate(model, ids, specnb.DraftModel(model, num_draft_tokens=4), max_new_tokens=NEW + 1)
     assert out.stats.tokens_per_pass.tolist() == [5]
-
-
-def padded(tokenizer, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts [1, n] of different length as one left-padded batch, and its mask."""
-    longest = max(ids.shape[1] for ids in rows)
-    batch = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for b, ids in enumerate(rows):
-        batch[b, longest - ids.shape[1] :], mask[b, longest - ids.shape[1] :] = ids[0], 1
-    return batch, mask
 
 
 def test_one_pass_width_in_bfloat16_is_bit_identical_with_and_without_drafter(real, real_bfloat16):
@@ -143,11 +155,8 @@ def test_ten_rejected_rounds_leave_the_cache_as_a_fresh_prefill(real):
     torch.testing.assert_close(after, fresh, atol=1e-4, rtol=1e-4)
 
 
-def test_a_padded_batch_writes_the_text_of_each_prompt_alone(real, expected):
-    model, tokenizer = real
-    chosen = [expected[i] for i in (0, 4, 10)]
-    batch, mask = padded(tokenizer, [ids for ids, _ in chosen])
-    out = specnb.generate(model, batch, specnb.PromptLookup(), attention_mask=mask, max_new_tokens=NEW)
-    for b, (ids, text) in enumerate(chosen):
-        n = int(out.num_new_tokens[b])
-        assert out.sequences[b, batch.shape[1] : batch.shape[1] + n].tolist() == text[0][ids.shape[1] :]
+def test_prompt_lookup_in_a_padded_batch_too(real, expected):
+    prompts, texts = zip(*(expected[i] for i in (0, 4, 10)))
+    ids, mask = padded(real[1], prompts)
+    out = specnb.generate(real[0], ids, specnb.PromptLookup(), attention_mask=mask, max_new_tokens=NEW)
+    assert new_tokens(out, ids.shape[1]) == list(texts)

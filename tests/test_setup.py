@@ -200,6 +200,14 @@ def test_the_oldest_transformers_has_its_own_environment(machine):
     assert ".venv-oldest/bin/python -m pytest" in planned
 
 
+@pytest.mark.parametrize("target", ["test", "test-quick", "test-oldest"])
+def test_tests_run_on_all_cores_unless_told_otherwise(machine, target):
+    machine.environment()
+    machine.stamp()
+    assert "-m pytest -n auto" in machine.plan(target)
+    assert "-m pytest -n 1" in machine.plan(target, "WORKERS=1")
+
+
 # --- another build of torch ---
 
 INDEX = "https://example.org/cu128"
