@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -333,11 +334,15 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
         raise ValueError(
             f"The draft's probs must be q [B, K, V] = {[*tokens.shape, vocab_size]}, got {list(draft.probs.shape)}."
         )
+    for name, values in (("planned", draft.planned), ("kinds", draft.kinds)):
+        if values is not None and len(values) != len(limits):
+            raise ValueError(f"The draft's {name} must be one number per row [{len(limits)}], got {len(values)}.")
     lengths = torch.minimum(lengths, torch.tensor(limits)).clamp(max=tokens.shape[1])
     used = int(lengths.max())
     if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
         _check_guesses(tokens, lengths, vocab_size)
-    return Draft(tokens[:, :used], lengths, None if draft.probs is None else draft.probs[:, :used])
+    probs = None if draft.probs is None else draft.probs[:, :used]
+    return replace(draft, tokens=tokens[:, :used], lengths=lengths, probs=probs)
 
 
 def _check_guesses(tokens: Tensor, lengths: Tensor, vocab_size: int) -> None:

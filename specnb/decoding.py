@@ -288,7 +288,8 @@ class Run:
         raise_for_nan(host[:, 2 + k :], self.rows.active)
         guesses = [row[:n] for row, n in zip(host[:, 2 : 2 + k].tolist(), draft.lengths.tolist())]
         scores = p if self.config.return_dict_in_generate and self.config.output_scores else None
-        return self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores)
+        rounds = self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores)
+        return rounds if draft.planned is None else [replace(r, planned=draft.planned[r.row]) for r in rounds]
 
     def kept(self, rounds: list[Round]) -> Tensor:
         """Tokens each row has grown by, LongTensor [B]."""

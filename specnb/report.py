@@ -24,6 +24,7 @@ class Round:
         num_accepted: how many of them were accepted and written.
         next_token: the correction or bonus token written after them; None if the row ended before it.
         is_bonus: True if all proposals passed, so that ``next_token`` came for free.
+        planned: the draft length the drafter chose for this round, if it is one that chooses (`specnb.Adaptive`).
         p: target distribution [k+1, V] at the round's places, with ``return_trace="probs"``.
         q: draft distribution [k, V], with ``return_trace="probs"``, if the drafter has one.
     """
@@ -33,6 +34,7 @@ class Round:
     num_accepted: int
     next_token: int | None
     is_bonus: bool
+    planned: int | None = None
     p: Tensor | None = field(default=None, repr=False, compare=False)
     q: Tensor | None = field(default=None, repr=False, compare=False)
 

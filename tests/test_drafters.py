@@ -40,7 +40,9 @@ def test_a_growing_context_is_looked_up_as_if_seen_whole(pieces):
     index, tokens = specnb.drafters.prompt_lookup._Index(1, 3), []
     for piece in pieces:
         tokens += piece
-        assert index.follow(tokens, 5) == slow_lookup(tokens, 5)
+        size, guesses = index.follow(tokens, 5)
+        assert guesses == slow_lookup(tokens, 5)
+        assert size == max((n for n in (1, 2, 3) if slow_lookup(tokens, 5, sizes=(n,))), default=0)
 
 
 @pytest.mark.parametrize(

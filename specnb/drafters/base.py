@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +34,16 @@ class Draft:
         tokens: LongTensor [B, K]; row b holds guesses in its first ``lengths[b]`` columns, anything after them.
         lengths: LongTensor [B] on the CPU, the guesses of each row.
         probs: q [B, K, V], the law each guess was drawn from; None for a deterministic guess (q is one-hot).
+        planned: the limit the drafter set itself for each row, for the trace; None if it did not choose one.
+        kinds: a small number per row that says what sort of guess it is, such as the length of a matched n-gram:
+            guesses of one kind should be about equally good. None if the drafter cannot tell them apart.
     """
 
     tokens: Tensor
     lengths: Tensor
     probs: Tensor | None = None
+    planned: Sequence[int] | None = None
+    kinds: Sequence[int] | None = None
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Draft:
@@ -51,7 +56,7 @@ class Draft:
     def to(self, device: torch.device) -> Draft:
         """The same draft with its tensors on the device; the lengths stay on the CPU."""
         probs = None if self.probs is None else self.probs.to(device)
-        return Draft(self.tokens.to(device), self.lengths, probs)
+        return replace(self, tokens=self.tokens.to(device), probs=probs)
 
     @classmethod
     def empty(cls, batch_size: int) -> Draft:

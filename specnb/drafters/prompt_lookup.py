@@ -6,6 +6,7 @@ Source: Saxena 2023, "Prompt Lookup Decoding". First version; notebook 09 builds
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specnb.drafters.base import Draft, Drafter, Session
@@ -36,13 +37,15 @@ class PromptLookup(Drafter):
         self._indices = [_Index(self.min_ngram, self.max_ngram) for _ in range(len(session.rows))]
 
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
-        return Draft.from_lists(
-            [index.follow(rows.view(b), n) if n else [] for b, (index, n) in enumerate(zip(self._indices, limits))]
-        )
+        """Each row's copy; its kind is the length of the suffix that was found, since longer ones are better guides."""
+        found = [
+            index.follow(rows.view(b), n) if n else (0, []) for b, (index, n) in enumerate(zip(self._indices, limits))
+        ]
+        return replace(Draft.from_lists([guesses for _, guesses in found]), kinds=[size for size, _ in found])
 
     def propose(self, context: list[int], limit: int) -> list[int]:
         """The guess for any list of tokens, outside a run."""
-        return _Index(self.min_ngram, self.max_ngram).follow(context, limit)
+        return _Index(self.min_ngram, self.max_ngram).follow(context, limit)[1]
 
 
 class _Index:
@@ -53,13 +56,14 @@ class _Index:
         self.last: dict[tuple[int, ...], int] = {}  # n-gram → index of the token that followed it
         self.indexed = 0
 
-    def follow(self, tokens: list[int], limit: int) -> list[int]:
+    def follow(self, tokens: list[int], limit: int) -> tuple[int, list[int]]:
+        """The longest known suffix's length, and up to ``limit`` tokens that followed it; (0, []) if none is known."""
         self._extend(tokens)
         for size in self.sizes:
             start = self.last.get(tuple(tokens[-size:])) if size < len(tokens) else None
             if start is not None:
-                return tokens[start : start + limit]
-        return []
+                return size, tokens[start : start + limit]
+        return 0, []
 
     def _extend(self, tokens: list[int]) -> None:
         for place in range(self.indexed, len(tokens)):
