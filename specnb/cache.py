@@ -48,18 +48,17 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _zeros(self, like: Tensor, capacity: int) -> Tensor:
-        rows, heads, _, size = like.shape
+        _, heads, _, size = like.shape
         dtype = self.owner.dtype or like.dtype
         # zeros, not empty: a masked slot still enters the sum with weight 0, and 0 · NaN is NaN
-        return like.new_zeros((rows, heads, capacity, size), dtype=dtype)
+        return like.new_zeros((len(self.owner.lengths), heads, capacity, size), dtype=dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.owner.write(self.keys, key_states)
         self.owner.write(self.values, value_states)
-        attended = self.owner.attended
-        return self.keys[:, :, :attended], self.values[:, :, :attended]
+        return self.owner.read(self.keys), self.owner.read(self.values)
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
@@ -109,8 +108,9 @@ class RaggedCache(Cache):
         self.capacity, self.device, self.dtype = capacity, device, dtype
         self.lengths = torch.zeros(batch_size, dtype=torch.long)
         self.attended = 0
-        self._slots: Tensor | None = None  # [B, T] where the pass under way writes
-        self._start: int | None = None  # its first slot, if all rows share it
+        self._slots: Tensor | None = None  # [R, T] where the pass under way writes
+        self._start: int | None = None  # its first slot, if all its rows share it
+        self._rows: slice | Tensor | None = None  # the rows it is over; None for all
 
     def __repr__(self) -> str:
         return f"RaggedCache(lengths={self.lengths.tolist()}, capacity={self.capacity}, layers={len(self.layers)})"
@@ -143,36 +143,60 @@ class RaggedCache(Cache):
                 layer.grow(capacity)
             self.capacity = capacity
 
-    def begin(self, width: int, attended: int | None, device: torch.device) -> Tensor:
-        """Plan a pass of ``width`` new tokens per row; returns their slots [B, width] (also their positions)."""
-        longest = int(self.lengths.max())
+    def clear(self, row: int) -> None:
+        """Forget a row altogether. Its slots become zeros again: a NaN in a masked slot would still spread."""
+        self.rollback(torch.where(torch.arange(len(self.lengths)) == row, self.lengths, 0))
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[row].zero_()
+                layer.values[row].zero_()
+
+    def begin(
+        self, width: int, attended: int | None, device: torch.device, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Plan a pass of ``width`` new tokens per row; returns their slots [R, width] (also their positions)."""
+        if rows is not None and len(rows) == len(self.lengths):
+            rows = None
+        lengths = self.lengths if rows is None else self.lengths[list(rows)]
+        longest = int(lengths.max())
         if longest + width > self.capacity:
             raise ValueError(
                 f"{width} more tokens do not fit: a row holds {longest} of {self.capacity} slots. "
                 "Roll back first, or make room with cache.reserve(...)."
             )
-        self._slots = (self.lengths[:, None] + torch.arange(width)).to(device)
-        self._start = longest if bool((self.lengths == longest).all()) else None
+        self._slots = (lengths[:, None] + torch.arange(width)).to(device)
+        self._start = longest if bool((lengths == longest).all()) else None
+        self._rows = None if rows is None else _selection(rows, device)
         self.attended = attended or longest + width
         return self._slots
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Store new [B, H, T, D] in buffer [B, H, capacity, D] at the planned slots."""
+        """Store new [R, H, T, D] in buffer [B, H, capacity, D] at the planned rows and slots."""
         if self._slots is None:
             raise RuntimeError(
                 "A RaggedCache is filled by specnb.target_pass(model, cache, tokens), not by model(...)."
             )
-        if self._start is not None:  # all rows at the same place: a plain slice is the fastest copy
-            buffer[:, :, self._start : self._start + new.shape[2]] = new
+        new = new.to(buffer.dtype)
+        if isinstance(self._rows, Tensor):  # scattered rows
+            buffer[self._rows[:, None], :, self._slots] = new.transpose(1, 2)
             return
-        index = self._slots[:, None, :, None].expand_as(new)
-        buffer.scatter_(2, index, new.to(buffer.dtype))
+        part = buffer if self._rows is None else buffer[self._rows]
+        if self._start is not None:  # all rows at the same place: a plain slice is the fastest copy
+            part[:, :, self._start : self._start + new.shape[2]] = new
+            return
+        part.scatter_(2, self._slots[:, None, :, None].expand_as(new), new)
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """What the planned pass attends to, [R, H, attended, D]: a view, or a copy if its rows lie scattered."""
+        attended = buffer[:, :, : self.attended]
+        return attended if self._rows is None else attended[self._rows]
 
     def finish(self) -> None:
         """The planned pass went through: its tokens now count."""
         assert self._slots is not None
-        self.lengths = self.lengths + self._slots.shape[1]
-        self._slots = None
+        grown = self.lengths.clone()
+        grown[slice(None) if self._rows is None else self._rows] += self._slots.shape[1]
+        self.lengths, self._slots = grown, None
 
     def abandon(self) -> None:
         """The planned pass broke off: the cache is as before, whatever its slots beyond the lengths hold."""
@@ -180,6 +204,13 @@ class RaggedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.lengths.max())
+
+
+def _selection(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Row numbers as an index: a slice where they are neighbours, since a slice of a buffer costs no copy."""
+    if list(rows) == list(range(rows[0], rows[-1] + 1)):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
 
 
 def attention_mask(slots: Tensor, attended: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -214,6 +245,7 @@ def target_pass(
     cache: RaggedCache,
     tokens: Tensor,
     *,
+    rows: Sequence[int] | None = None,
     attended: int | None = None,
     need_logits: bool = True,
 ) -> Tensor:
@@ -222,12 +254,13 @@ def target_pass(
     Args:
         model: a causal language model of transformers.
         cache: grows by T per row.
-        tokens: LongTensor [B, T].
+        tokens: LongTensor [B, T]; with ``rows`` [R, T].
+        rows: R row numbers, if only these take part; the others stay as they are.
         attended: slots the pass looks at; default: as many as the longest row then holds.
         need_logits: False (prefill) computes the output head for the last position only.
 
     Returns:
-        logits [B, T, V]; position t scores the token after ``tokens[:, t]``. [B, 1, V] without ``need_logits``
+        logits [B or R, T, V]; position t scores the token after ``tokens[:, t]``. One position without ``need_logits``
         if the model can leave positions out.
 
     Raises:
@@ -235,9 +268,10 @@ def target_pass(
 
     An exception inside the pass (Ctrl-C included) leaves the cache as it was. Derived in notebooks 02 and 04.
     """
-    if tokens.ndim != 2 or tokens.shape[0] != len(cache.lengths):
-        raise ValueError(f"tokens must be [{len(cache.lengths)}, T] as the cache has rows, got {list(tokens.shape)}.")
-    slots = cache.begin(tokens.shape[1], attended, model.device)
+    expected = len(cache.lengths) if rows is None else len(rows)
+    if tokens.ndim != 2 or tokens.shape[0] != expected:
+        raise ValueError(f"tokens must be [{expected}, T], one row per row of the pass, got {list(tokens.shape)}.")
+    slots = cache.begin(tokens.shape[1], attended, model.device, rows)
     arguments: dict[str, Any] = {compat.cache_argument(model): cache}
     if not need_logits and compat.accepts(model, "logits_to_keep"):
         arguments["logits_to_keep"] = 1
@@ -252,6 +286,15 @@ def target_pass(
         raise
     cache.finish()
     return out.logits
+
+
+def for_all_rows(part: Tensor, rows: Sequence[int], batch_size: int) -> Tensor:
+    """Results [R, …] of some rows as [B, …], with zeros for the others."""
+    if len(rows) == batch_size:
+        return part
+    whole = part.new_zeros(batch_size, *part.shape[1:])
+    whole[list(rows)] = part
+    return whole
 
 
 def context_size(config: Any) -> int:

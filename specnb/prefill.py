@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
@@ -21,11 +23,28 @@ def prefill(model: PreTrainedModel, cache: RaggedCache, prompts: list[list[int]]
     """
     chunk = FIXED_CHUNK if fixed else CHUNK
     for start in range(0, max(len(prompt) for prompt in prompts), chunk):
-        pieces = [prompt[start : start + chunk] for prompt in prompts]
-        counts = torch.tensor([len(piece) for piece in pieces])
-        width = chunk if fixed else int(counts.max())
-        attended = bucket_size(start) if fixed else None
-        tokens = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces])
-        cache.reserve(max(int(cache.lengths.max()) + width, attended or 0))
-        target_pass(model, cache, tokens, attended=attended, need_logits=False)
-        cache.rollback(width - counts)
+        pieces = {b: prompt[start : start + chunk] for b, prompt in enumerate(prompts) if len(prompt) > start}
+        for rows in same_bucket(cache, list(pieces)) if fixed else [list(pieces)]:
+            read(model, cache, {b: pieces[b] for b in rows}, fixed=fixed)
+
+
+def read(model: PreTrainedModel, cache: RaggedCache, pieces: dict[int, list[int]], *, fixed: bool = False) -> None:
+    """One pass that appends to each row named its piece of prompt; if ``fixed``, rows of one bucket only."""
+    rows, counts = list(pieces), [len(piece) for piece in pieces.values()]
+    width = FIXED_CHUNK if fixed else max(counts)
+    longest = max(cache.lengths[rows].tolist())
+    attended = bucket_size(longest) if fixed else None
+    tokens = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces.values()])
+    cache.reserve(max(longest + width, attended or 0))
+    target_pass(model, cache, tokens, rows=rows, attended=attended, need_logits=False)
+    filler = torch.zeros_like(cache.lengths)
+    filler[rows] = width - torch.tensor(counts)
+    cache.rollback(filler)
+
+
+def same_bucket(cache: RaggedCache, rows: Sequence[int]) -> list[list[int]]:
+    """The rows grouped by the bucket of their next position: a pass of fixed width attends to one bucket."""
+    buckets: dict[int, list[int]] = {}
+    for row, length in zip(rows, cache.lengths[list(rows)].tolist()):
+        buckets.setdefault(bucket_size(length), []).append(row)
+    return list(buckets.values())
