@@ -289,8 +289,8 @@ def target_pass(
 
 
 def for_all_rows(part: Tensor, rows: Sequence[int], batch_size: int) -> Tensor:
-    """Results [R, …] of some rows as [B, …], with zeros for the others."""
-    if len(rows) == batch_size:
+    """Results [R, …] of some rows, in any order, as [B, …], with zeros for the others."""
+    if list(rows) == list(range(batch_size)):
         return part
     whole = part.new_zeros(batch_size, *part.shape[1:])
     whole[list(rows)] = part

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from specnb import checks, compat
-from specnb.cache import RaggedCache, bucket_size, context_size, target_pass
+from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, target_pass
 from specnb.drafters.base import Draft, Drafter, Session
-from specnb.prefill import prefill
+from specnb.prefill import prefill, same_bucket
 from specnb.preparation import Request, check_inputs, prepare, requests_of
 from specnb.processing import Processors, share_context_free
 from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
@@ -56,8 +56,8 @@ def generate(
         pass_width: W; every decoding pass then has W positions, filler included, and the prompt is prefilled in
             chunks of a fixed size. Same width, same machine: the same tokens bit for bit with any drafter or none,
             also in bfloat16 (in float32 take a multiple of 4). Drafts are cut to W - 1. A row of a batch equals its
-            prompt alone bit for bit in bfloat16 while the longest row lies in the same bucket of positions (256, 512,
-            1024, …); in float32, or with a neighbour in a later bucket, up to rounding.
+            prompt alone bit for bit in bfloat16, and up to rounding in float32. Rows in different buckets of positions
+            (256, 512, 1024, …) go through the model in passes of their own.
         streamer: a transformers streamer, for one row; sees the prompt first, then every new token once.
         **generation_kwargs: as for ``model.generate``: max_new_tokens, eos_token_id, stop_strings,
             repetition_penalty, generation_config, logits_processor, stopping_criteria, … Lengths count a row's own
@@ -229,6 +229,7 @@ class Run:
         self.generators = generators
         self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
         self.config, self.pass_width = config, pass_width
+        self.sampling = [bool(config.do_sample)] * len(rows)
         self.stats, self.trace = Stats(len(rows)), Trace() if return_trace else None
         self.listeners: list[Any] = [self.stats] if self.trace is None else [self.stats, self.trace]
         self.keep_probs = return_trace == "probs"
@@ -238,12 +239,13 @@ class Run:
         """One round for all rows: each one writes 1 to k + 1 tokens, from one target pass."""
         draft = self.propose()
         tokens = self.rows.pass_tokens(draft, self.pass_width or 1 + draft.tokens.shape[1])  # [B, T]
+        before = self.cache.lengths
         logits = self.target_pass(tokens)  # [B, T, V]
         p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # [B, K+1, V], as scores
         verdict = self.judge(draft, p)
         rounds = self.commit(draft, verdict, p)
         kept = self.kept(rounds)
-        self.cache.rollback(tokens.shape[1] - kept)
+        self.cache.rollback(self.cache.lengths - before - kept)
         if self.drafter is not None:
             self.drafter.observe(self.rows, kept.tolist())
         self.tell(rounds, draft, logits, p)
@@ -267,29 +269,51 @@ class Run:
         return [min(limit, self.pass_width - 1, edge) for limit, edge in zip(limits, ahead)]
 
     def target_pass(self, tokens: Tensor) -> Tensor:
-        """The pass over newest tokens and guesses; a fixed width also fixes how many slots it attends to."""
-        longest, width = int(self.cache.lengths.max()), tokens.shape[1]
+        """The pass over newest tokens and guesses of the rows that still grow; zeros for the others.
+
+        A fixed width also fixes how many slots a row attends to: then it is one pass for each bucket that rows lie in.
+        """
+        active, before = self.rows.active, self.cache.lengths
+        groups = [active] if self.pass_width is None else same_bucket(self.cache, active)
+        try:
+            parts = [self.pass_over(rows, tokens[rows]) for rows in groups]
+        except BaseException:
+            self.cache.rollback(self.cache.lengths - before)
+            raise
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return for_all_rows(logits, [b for rows in groups for b in rows], len(self.rows))
+
+    def pass_over(self, rows: list[int], tokens: Tensor) -> Tensor:
+        """One pass over tokens [R, T] of these rows, which share a bucket if the width is fixed; logits [R, T, V]."""
+        longest, width = max(self.cache.lengths[rows].tolist()), tokens.shape[1]
         attended = None if self.pass_width is None else bucket_size(longest)
         self.cache.reserve((attended or longest) + width)
-        return target_pass(self.model, self.cache, tokens, attended=attended)
+        return target_pass(self.model, self.cache, tokens, rows=rows, attended=attended)
 
     def judge(self, draft: Draft, p: Tensor) -> Verdict:
-        """Greedy or sampling verification, on the device."""
+        """Greedy or sampling verification of each row, on the device."""
         lengths = draft.lengths.to(p.device)
-        if not self.config.do_sample:
+        if not any(self.sampling):
             return judge_greedy(draft.tokens, p, lengths)
-        return judge_sample(draft.tokens, draft.probs, p.float().softmax(dim=-1), lengths, self.generators)
+        sampled = judge_sample(draft.tokens, draft.probs, p.float().softmax(dim=-1), lengths, self.generators)
+        if all(self.sampling):
+            return sampled
+        return either(self.sampling, sampled, judge_greedy(draft.tokens, p, lengths))
 
     def commit(self, draft: Draft, verdict: Verdict, p: Tensor) -> list[Round]:
         """Bring the verdict to the host, in the round's one copy, and write what stands."""
         columns = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid]
         host = torch.cat(columns, dim=1).cpu()
         k = draft.tokens.shape[1]
-        raise_for_nan(host[:, 2 + k :], self.rows.active)
+        self.refuse(host[:, 2 + k :])
         guesses = [row[:n] for row, n in zip(host[:, 2 : 2 + k].tolist(), draft.lengths.tolist())]
         scores = p if self.config.return_dict_in_generate and self.config.output_scores else None
         rounds = self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores)
         return rounds if draft.planned is None else [replace(r, planned=draft.planned[r.row]) for r in rounds]
+
+    def refuse(self, invalid: Tensor) -> None:
+        """Raise if a row that still grows has scores that decide nothing."""
+        raise_for_nan(invalid, self.rows.active)
 
     def kept(self, rounds: list[Round]) -> Tensor:
         """Tokens each row has grown by, LongTensor [B]."""
@@ -320,6 +344,16 @@ class Run:
             stats=self.stats,
             trace=self.trace,
         )
+
+
+def either(sampling: list[bool], sampled: Verdict, greedy: Verdict) -> Verdict:
+    """The verdict of a batch in which some rows sample and the others do not."""
+    first = torch.tensor(sampling, device=sampled.next_token.device)
+    return Verdict(
+        num_accepted=torch.where(first, sampled.num_accepted, greedy.num_accepted),
+        next_token=torch.where(first, sampled.next_token, greedy.next_token),
+        invalid=torch.where(first[:, None], sampled.invalid, greedy.invalid),
+    )
 
 
 def with_probs(r: Round, draft: Draft, p: Tensor) -> Round:
