@@ -76,6 +76,7 @@ class Session:
         tokenizer: the target's, if the caller gave it.
         do_sample: whether the run samples; then a guess must be drawn from the q it is scored with.
         generators: the rows' random number generators when sampling; None for torch's global one.
+        sampling: where rows differ (in a `Batcher`), which of them sample; a live view. None: all do as ``do_sample``.
     """
 
     model: PreTrainedModel
@@ -85,6 +86,7 @@ class Session:
     tokenizer: Any = None
     do_sample: bool = False
     generators: Sequence[torch.Generator] | None = None
+    sampling: Sequence[bool] | None = None
 
     def choose(self, scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V].
@@ -92,18 +94,24 @@ class Session:
         ``wanted`` [B] on the CPU: rows that have all their guesses draw nothing more, so that a row's random numbers
         do not depend on its neighbours. Where the processors left the draft nothing, it guesses blindly: q is uniform.
         """
-        if not self.do_sample:
-            return scores.argmax(dim=-1), None
+        sampling = [self.do_sample] * len(scores) if self.sampling is None else self.sampling
+        favourite = scores.argmax(dim=-1)
+        if not any(sampling):
+            return favourite, None
         scores = scores.float()
         nothing = (scores == float("-inf")).all(dim=-1, keepdim=True)
         q = scores.masked_fill(nothing, 0.0).softmax(dim=-1)
-        return draw(drawable(q), self.generators, wanted.tolist()), q
+        drawn = draw(drawable(q), self.generators, [s and w for s, w in zip(sampling, wanted.tolist())])
+        return drawn if all(sampling) else drawn.where(torch.tensor(sampling, device=drawn.device), favourite), q
 
 
 class Drafter:
     """A source of guesses. Subclasses override `propose` (one row at a time) or `draft` (all rows at once).
 
     One object serves any number of runs, one after the other: `start` forgets the run before.
+
+    In a `Batcher` rows are slots: a run starts without any text, and then texts come (`join`) and go (`leave`). A
+    drafter that only has `propose` needs to know nothing of it; one that keeps something for each row overrides these.
 
     Args:
         num_draft_tokens: k, the most tokens guessed per row and round; at least 1.
@@ -118,7 +126,20 @@ class Drafter:
         self.num_draft_tokens = num_draft_tokens
 
     def start(self, session: Session) -> None:
-        """A new run begins. Called once, after the prompt is known and before the first `draft`."""
+        """A new run begins. Called once, before the first `draft`, when the rows hold their prompts, if any yet."""
+
+    def join(self, row: int) -> None:
+        """A new prompt is in this row, whatever was there before; `session.rows` shows it. Not called by `generate`."""
+
+    def prefill(self, row: int, tokens: list[int]) -> None:
+        """The target has read this next piece of the row's prompt, between two rounds: read it too, if you have to.
+
+        After `join` the pieces come in order; together they are the prompt but its last token. Not called by
+        `generate`, where `start` finds the prompts in place.
+        """
+
+    def leave(self, row: int) -> None:
+        """The text in this row has ended, been cancelled or failed; until the next `join` the row wants no guesses."""
 
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         """Guess the next tokens of every row, at most ``limits[b]`` for row b (0: the row wants none)."""

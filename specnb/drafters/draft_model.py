@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import checks
-from specnb.cache import RaggedCache, context_size, target_pass
+from specnb.cache import RaggedCache, context_size, for_all_rows, target_pass
 from specnb.drafters.base import Draft, Drafter, Session
-from specnb.prefill import prefill
+from specnb.prefill import prefill, read
 
 if TYPE_CHECKING:
     from specnb.rows import Rows
@@ -45,61 +45,72 @@ class DraftModel(Drafter):
         self._session = session
         rows = session.rows
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
-        known = [[min(token, self._last_id) for token in rows.view(b)] for b in range(len(rows))]
-        prefill(self.model, self.cache, [tokens[:-1][: context_size(self.model.config)] for tokens in known])
-        self._trusted = self.cache.lengths
+        prefill(self.model, self.cache, [self._readable(rows.view(b)[:-1]) for b in range(len(rows))])
+
+    def prefill(self, row: int, tokens: list[int]) -> None:
+        known = int(self.cache.lengths[row])
+        if piece := self._readable(tokens, known):
+            read(self.model, self.cache, {row: piece})
+
+    def leave(self, row: int) -> None:
+        self.cache.clear(row)
 
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         lengths = torch.tensor(self._within_context(rows, limits))
-        # a row that sits this round out rides along on filler, which must not stay in its cache
-        self._trusted = torch.where(lengths > 0, torch.iinfo(torch.long).max, self.cache.lengths)
         k = int(lengths.max())
         guesses = torch.zeros(len(rows), 0, dtype=torch.long, device=self.model.device)
-        if k == 0:
-            return Draft(guesses, lengths)
-        logits = self._catch_up(rows, lengths)
         laws: list[Tensor] = []
         for step in range(k):
-            if step:
-                logits = self._pass(guesses[:, -1:])[:, -1]
-            guess, q = self._session.choose(self._process(rows, guesses, logits), lengths > step)
+            wanted = lengths > step
+            logits = self._pass(wanted, guesses[:, -1:]) if step else self._catch_up(rows, wanted)
+            guess, q = self._session.choose(self._process(rows, guesses, logits), wanted)
             guesses = torch.cat([guesses, guess[:, None]], dim=1)
             laws += [] if q is None else [q]
         return Draft(guesses, lengths, torch.stack(laws, dim=1) if laws else None)
 
     def observe(self, rows: Rows, kept: list[int]) -> None:
         """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest."""
-        known = torch.minimum(torch.tensor(rows.lengths) - 1, self._trusted)
-        self.cache.rollback((self.cache.lengths - known).clamp(min=0))
+        self.cache.rollback((self.cache.lengths - torch.tensor(rows.lengths) + 1).clamp(min=0))
+
+    def _readable(self, tokens: list[int], before: int = 0) -> list[int]:
+        """What it can read of tokens that follow ``before`` others: its context and vocabulary may be smaller."""
+        return [min(token, self._last_id) for token in tokens[: max(0, context_size(self.model.config) - before)]]
 
     def _within_context(self, rows: Rows, limits: list[int]) -> list[int]:
         """A draft with a shorter context than the target's stops drafting where its positions end."""
         size = context_size(self.model.config)
         return [max(0, min(limit, size - n + 1)) for limit, n in zip(limits, rows.lengths)]
 
-    def _catch_up(self, rows: Rows, lengths: Tensor) -> Tensor:
+    def _catch_up(self, rows: Rows, wanted: Tensor) -> Tensor:
         """Feed what the cache has not seen: the newest token, and the last guess if all of them were accepted.
 
         Returns:
-            logits [B, V] after each row's newest token.
+            logits [B, V] after each wanted row's newest token.
         """
         seen = self.cache.lengths.tolist()
-        missing = [rows.view(b)[n:] if lengths[b] else [] for b, n in enumerate(seen)]
+        missing = [rows.view(b)[n:] if wanted[b] else [] for b, n in enumerate(seen)]
         counts = torch.tensor([len(tokens) for tokens in missing])
         width = int(counts.max())
-        logits = self._pass(torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in missing]))
-        self.cache.rollback(width - counts)
-        last = (counts - 1).clamp(min=0).to(logits.device)
-        return logits[torch.arange(len(last), device=logits.device), last]
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in missing])
+        return self._pass(wanted, tokens, counts)
 
     @property
     def _last_id(self) -> int:
         """The last token id the draft has an embedding for; a target padded to more ids may write later ones."""
         return self.model.get_input_embeddings().num_embeddings - 1
 
-    def _pass(self, tokens: Tensor) -> Tensor:
-        self.cache.reserve(int(self.cache.lengths.max()) + tokens.shape[1])
-        return target_pass(self.model, self.cache, tokens.clamp(max=self._last_id))[..., : self._session.vocab_size]
+    def _pass(self, wanted: Tensor, tokens: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Feed the wanted rows' tokens [B, T], or only the first ``counts[b]``; logits [B, V] after the last."""
+        chosen = wanted.nonzero().flatten().tolist()
+        self.cache.reserve(max(self.cache.lengths[chosen].tolist()) + tokens.shape[1])
+        tokens = tokens[chosen].clamp(max=self._last_id)
+        logits = target_pass(self.model, self.cache, tokens, rows=chosen)[..., : self._session.vocab_size]
+        last = torch.full((len(chosen),), tokens.shape[1] - 1)
+        if counts is not None:
+            self.cache.rollback(torch.where(wanted, tokens.shape[1] - counts, 0))
+            last = counts[chosen] - 1
+        newest = logits[torch.arange(len(chosen), device=logits.device), last.to(logits.device)]
+        return for_all_rows(newest, chosen, len(wanted))
 
     def _process(self, rows: Rows, guesses: Tensor, logits: Tensor) -> Tensor:
         """The draft's scores [B, V] at its next place, after the processors it shares with the target."""

@@ -36,6 +36,9 @@ class PromptLookup(Drafter):
     def start(self, session: Session) -> None:
         self._indices = [_Index(self.min_ngram, self.max_ngram) for _ in range(len(session.rows))]
 
+    def join(self, row: int) -> None:
+        self._indices[row] = _Index(self.min_ngram, self.max_ngram)
+
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         """Each row's copy; its kind is the length of the suffix that was found, since longer ones are better guides."""
         found = [
