@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 # ruff: noqa: F401
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
+    from specnb.benchmark import run_benchmark
     from specnb.cache import RaggedCache, target_pass
     from specnb.decoding import decode, generate
     from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.oracle import exact_law
     from specnb.profiling import Roofline, arithmetic_peak, forward_cost, memory_bandwidth, roofline
     from specnb.report import GenerateOutput, Round, Stats
+    from specnb.results import BenchmarkResult
     from specnb.stats import (
         AuditResult,
         TestResult,
@@ -51,6 +53,7 @@ __version__ = "0.1.0"
 # Where each public name lives. transformers' model classes and scipy take seconds to import, so that
 # `import specnb` brings neither; the first use of a name does.
 _HOMES = {
+    "benchmark": "run_benchmark",
     "cache": "RaggedCache target_pass",
     "decoding": "decode generate",
     "drafters": "Draft Drafter DraftModel PromptLookup Scripted",
@@ -58,6 +61,7 @@ _HOMES = {
     "oracle": "exact_law",
     "profiling": "Roofline arithmetic_peak forward_cost memory_bandwidth roofline",
     "report": "GenerateOutput Round Stats",
+    "results": "BenchmarkResult",
     "stats": "AuditResult TestResult audit chi_square correct effect_size g_test power required_sample_size "
     "total_variation two_sample_chi_square",
     "theory": "CostCurve best_draft_length break_even_alpha expected_tokens operations_factor speedup "

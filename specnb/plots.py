@@ -275,3 +275,62 @@ def _cells(ax: Axes, states: np.ndarray, marks: Sequence[str], tints: Sequence[A
     ax.grid(visible=False)
     ax.tick_params(axis="y", labelrotation=0)
     return ax
+
+
+# ------------------------------------------------------------------------------------------------ benchmark
+
+
+def plot_speedups(rows: Sequence[Any], ax: Axes | None = None) -> Axes:
+    """Speed-up of every contestant by group, with its 95 % interval; a dashed line where nothing is gained.
+
+    `rows` are those of a benchmark (`BenchmarkResult.rows`); of several dtypes or temperatures each is a series.
+    """
+    series = _benchmark_series(rows)
+    ax = _axes(ax)
+    groups = list(dict.fromkeys(row.group for row in rows))
+    step = 0.8 / len(series)
+    for i, (name, mine) in enumerate(series.items()):
+        places = [groups.index(row.group) + (i - (len(series) - 1) / 2) * step for row in mine]
+        speedups = np.array([row.speedup for row in mine])
+        ends = np.array([[row.low, row.high] for row in mine]).T
+        reach = np.nan_to_num(np.abs(ends - speedups))  # a group too small for an interval is a dot alone
+        look = dict(marker="osD^vP*X"[i % 8], linestyle="none", color=_PALETTE[i % len(_PALETTE)], capsize=2)
+        ax.errorbar(speedups, places, xerr=reach, label=name, **look)
+    ax.axvline(1.0, linestyle="--", linewidth=1, color="0.5")
+    ax.set_yticks(range(len(groups)), [group or "no group" for group in groups])
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="speed-up over transformers' plain generate", xlim=(0, None))
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return ax
+
+
+def plot_predictions(rows: Sequence[Any], ax: Axes | None = None) -> Axes:
+    """Predicted against measured speed-up, a point per group; the band holds predictions that are at most 10 % off."""
+    predicted = [row for row in rows if np.isfinite(row.predicted)]
+    if not predicted:
+        raise ValueError("No row has a prediction: it needs a drafter of specnb and plain decoding in the same run.")
+    ax = _axes(ax)
+    values = [value for row in predicted for value in (row.speedup, row.predicted)]
+    ends = np.array([0.9 * min(values), 1.1 * max(values)])
+    ax.plot(ends, ends, linestyle="--", linewidth=1, color="0.5")
+    ax.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.15, label="within 10 %")
+    for i, (name, mine) in enumerate(_benchmark_series(predicted).items()):
+        look = dict(marker="osD^vP*X"[i % 8], linestyle="none", color=_PALETTE[i % len(_PALETTE)])
+        ax.plot([row.speedup for row in mine], [row.predicted for row in mine], label=name, **look)
+    ax.set(xlabel="measured speed-up", ylabel="predicted speed-up", aspect="equal")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return ax
+
+
+def _benchmark_series(rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """Rows by contestant, the baseline left out; dtype and temperature are in the name where there are several."""
+    several = len({row.dtype for row in rows}) > 1, len({row.temperature for row in rows}) > 1
+    found: dict[str, list[Any]] = {}
+    for row in rows:
+        notes = [row.dtype] * several[0] + [f"T {row.temperature:g}"] * several[1]
+        if row.contestant != "transformers":
+            found.setdefault(", ".join([row.contestant, *notes]), []).append(row)
+    if not found:
+        raise ValueError("There is nothing to draw: the result has no contestant beside the baseline.")
+    return found
