@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.benchmark import run_benchmark
     from specnb.cache import RaggedCache, target_pass
     from specnb.decoding import decode, generate
+    from specnb.diagnosis import Diagnosis
+    from specnb.doctor import diagnose
     from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
     from specnb.models import load_model
     from specnb.oracle import exact_law
@@ -56,6 +58,8 @@ _HOMES = {
     "benchmark": "run_benchmark",
     "cache": "RaggedCache target_pass",
     "decoding": "decode generate",
+    "diagnosis": "Diagnosis",
+    "doctor": "diagnose",
     "drafters": "Draft Drafter DraftModel PromptLookup Scripted",
     "models": "load_model",
     "oracle": "exact_law",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,9 @@ INTERRUPTED = 130  # what shells report after Ctrl-C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show × shows ?, instead of an error
     words = list(sys.argv[1:] if arguments is None else arguments)
     chosen = parser(words).parse_args(words)
     try:

@@ -112,7 +112,7 @@ def forward_cost(
     pass_width: int | None = ...,
     run: Pass | None = ...,
     max_seconds: float | None = ...,
-    progress: bool = ...,
+    progress: bool | Callable[[float], None] = ...,
 ) -> PassCost: ...
 
 
@@ -127,7 +127,7 @@ def forward_cost(
     pass_width: int | None = ...,
     run: Pass | None = ...,
     max_seconds: float | None = ...,
-    progress: bool = ...,
+    progress: bool | Callable[[float], None] = ...,
 ) -> CostTable: ...
 
 
@@ -142,7 +142,7 @@ def forward_cost(
     pass_width: int | None = None,
     run: Pass | None = None,
     max_seconds: float | None = None,
-    progress: bool = False,
+    progress: bool | Callable[[float], None] = False,
 ) -> PassCost | CostTable:
     """v(T): how many milliseconds a pass over T positions takes, for several T.
 
@@ -161,7 +161,7 @@ def forward_cost(
         run: another way to do the pass, such as a compiled one: a function ``(cache, tokens [B, T]) -> logits`` that
             appends the tokens to the cache like `target_pass`, which is the default.
         max_seconds: stop early after this time, with at least 3 repetitions done.
-        progress: show how far it is.
+        progress: show how far it is; or a function that is told after each pass which share is done.
 
     Returns:
         `PassCost`, a `CostCurve` with its samples; for a sequence of contexts a `CostTable`, context → `PassCost`.
@@ -231,7 +231,7 @@ class _PassBench:
 
 
 def _interleaved(
-    bench: _PassBench, places: list[tuple[int, int]], repeats: int, max_seconds: float | None, progress: bool
+    bench: _PassBench, places: list[tuple[int, int]], repeats: int, max_seconds: float | None, progress: Any
 ) -> dict[tuple[int, int], list[float]]:
     """The times of every place (context, positions), taken round by round."""
     samples: dict[tuple[int, int], list[float]] = {place: [] for place in places}
@@ -679,11 +679,14 @@ def html_table(heads: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str
 
 
 @contextlib.contextmanager
-def _bar(show: bool, label: str, total: int) -> Iterator[Callable[[], None]]:
+def _bar(show: bool | Callable[[float], None], label: str, total: int) -> Iterator[Callable[[], None]]:
     """A function to call after each pass."""
+    done = itertools.count(1)
+    if callable(show):
+        yield lambda: show(next(done) / total)
+        return
     if not show:
         yield lambda: None
         return
-    done = itertools.count(1)
     with Progress(label, total, "passes") as bar:
         yield lambda: bar.update(next(done))

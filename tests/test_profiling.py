@@ -148,6 +148,9 @@ def test_it_stops_early_but_not_too_early(llama, clock):
 def test_it_says_how_far_it_is(llama, clock, capsys):
     measure(llama, clock, progress=True)
     assert "18 of 18 passes" in capsys.readouterr().err
+    shares = []
+    measure(llama, clock, repeats=1, progress=shares.append)
+    assert shares == pytest.approx([n / 6 for n in range(1, 7)])
 
 
 def test_a_run_that_fills_no_cache_is_found_out(llama):

@@ -1,0 +1,452 @@
+"""`specnb doctor`: what speculation buys on this machine with this model, and what to do.
+
+    specnb doctor --model Qwen/Qwen3-0.6B --quick
+    print(specnb.diagnose(model, tokenizer))
+
+It measures memory, arithmetic and the cost of a pass, lets the model answer a few prompts of the suite, tries every
+drafter and every draft length on these answers without further passes (`specnb.replay`), and recommends one, or none
+(`specnb.advice`). The recommendation is then run for real and compared. Greedy decoding, one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from specnb import advice, checks, cli
+from specnb.advice import Candidate, Recommendation
+from specnb.cache import context_size
+from specnb.decoding import generate
+from specnb.diagnosis import Check, Diagnosis, LoopCost
+from specnb.drafters import Drafter, DraftModel, PromptLookup
+from specnb.machine import describe_machine
+from specnb.profiling import PassCost, Rate, arithmetic_peak, forward_cost, memory_bandwidth, roofline, synchronise
+from specnb.progress import Progress, duration
+from specnb.replay import replay
+from specnb.workloads import Prompt, encode, load_prompts
+
+SHORTEST_ANSWER = 24  # tokens; less tells little about a drafter
+PREFILL = 2.0  # how much longer a prefill takes than its arithmetic alone
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured. The seconds are rough, for the progress bar, but ``answers_seconds`` is kept to."""
+
+    positions: tuple[int, ...]
+    repeats: int
+    probes: int
+    per_group: int
+    new_tokens: int
+    checked: int
+    cost_seconds: float
+    answers_seconds: float
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return tuple(T - 1 for T in self.positions if T > 1)
+
+
+FULL = Plan((1, 2, 3, 4, 5, 6, 8, 10, 12, 16), 11, 9, 2, 64, 4, 20.0, 25.0)
+QUICK = Plan((1, 2, 3, 5, 8, 12, 16), 5, 3, 1, 40, 0, 5.0, 10.0)
+
+
+@dataclass
+class Written:
+    """An answer of the model: the prompt's kind, its tokens, the answer's tokens."""
+
+    group: str
+    prompt: list[int]
+    text: list[int]
+
+
+# --- the examination ---
+
+
+def diagnose(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    drafters: Mapping[str, Drafter] | None = None,
+    prompts: Sequence[Prompt] | None = None,
+    quick: bool = False,
+    name: str | None = None,
+    progress: bool = True,
+) -> Diagnosis:
+    """Examine model and machine, and recommend a drafter and a number of drafted tokens, or none.
+
+    Args:
+        model: the target, on the device it is to run on.
+        tokenizer: the model's.
+        drafters: title → drafter to try; None means prompt lookup. `DraftModel` is tried with every k; any other
+            with every k up to its ``num_draft_tokens``.
+        prompts: questions to try them on; None means some of each kind from the suite (`specnb.load_prompts`).
+        quick: fewer repetitions, prompts and tokens, and no check run: on the default model some 20 s instead of 60.
+        name: of the model, in the report; None takes the one it was loaded by.
+        progress: show how far it is.
+
+    Returns:
+        `Diagnosis`. After Ctrl-C, with what had been measured by then, and ``interrupted`` set.
+
+    Raises:
+        ValueError, TypeError: for a model that specnb cannot decode with, or drafters or prompts that do not fit it.
+
+    Notebook 07 explains every number of the report.
+    """
+    started = time.perf_counter()
+    checks.check_model(model)
+    title = name or Path(model.config.name_or_path or type(model).__name__).name
+    found = Diagnosis(title, str(model.dtype).removeprefix("torch."), describe_machine(model.device))
+    plan = QUICK if quick else FULL
+    tried = {"prompt lookup": PromptLookup(max(plan.draft_lengths))} if drafters is None else dict(drafters)
+    asked = _prompts_that_fit(model, tokenizer, prompts, plan)
+    try:
+        _examine(found, model, tokenizer, tried, asked, plan, progress)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def _examine(
+    found: Diagnosis, model: PreTrainedModel, tokenizer: Any, drafters: Mapping[str, Drafter],
+    asked: list[tuple[str, list[int]]], plan: Plan, progress: bool,
+) -> None:  # fmt: skip
+    """Fill in the diagnosis, one measurement after the other; what is done stays if the next one is cut short."""
+    stages = {"Memory and arithmetic": 3.0, "Cost of a pass": plan.cost_seconds, "Cost of the loop": 3.0,
+              "Answers": plan.answers_seconds, "Drafters": 2.0, "Check": 3.0 * plan.checked}  # fmt: skip
+    with _Course(progress, {label: seconds for label, seconds in stages.items() if seconds}) as course:
+        with course.stage("Memory and arithmetic"):
+            _probe(found, model, plan)
+        with course.stage("Cost of a pass") as tell:
+            found.cost = _pass_cost(model, asked, plan, tell)
+        with course.stage("Cost of the loop"):
+            _probe_again(found, model, plan)
+            found.loop = _loop_cost(model, asked[0][1], plan)
+        with course.stage("Answers") as tell:
+            written = _answers(model, asked, _affordable(found, asked, plan), tell)
+        with course.stage("Drafters"):
+            _try_drafters(found, model, tokenizer, drafters, written, plan)
+        if plan.checked:
+            with course.stage("Check"):
+                found.check = _checked(found.recommendation, model, drafters, written, found.cost, found.loop.ms, plan)
+
+
+class _Course:
+    """One bar over several stages of unequal length."""
+
+    def __init__(self, show: bool, stages: Mapping[str, float]) -> None:
+        self.stages, self.done = stages, 0.0
+        self.bar = Progress("Examining", sum(stages.values()), "%") if show else None
+
+    def __enter__(self) -> _Course:
+        if self.bar is not None:
+            self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.bar is not None:
+            self.bar.label = "Examined"
+            self.bar.__exit__(*error)
+
+    @contextlib.contextmanager
+    def stage(self, label: str) -> Iterator[Callable[[float], None]]:
+        """Hands out a function that is told which share of the stage is done."""
+        if self.bar is not None:
+            self.bar.label = label
+        self._tell(self.done)
+        yield lambda share: self._tell(self.done + share * self.stages[label])
+        self.done += self.stages[label]
+
+    def _tell(self, done: float) -> None:
+        if self.bar is not None:
+            self.bar.update(done)
+
+
+# --- what is measured ---
+
+
+def _probe(found: Diagnosis, model: PreTrainedModel, plan: Plan) -> None:
+    found.bandwidth = memory_bandwidth(model.device, repeats=plan.probes)
+    for dtype in dict.fromkeys([model.dtype, *_alternatives(model)]):
+        found.peaks[str(dtype).removeprefix("torch.")] = arithmetic_peak(dtype, model.device, repeats=plan.probes)
+
+
+def _alternatives(model: PreTrainedModel) -> list[torch.dtype]:
+    """The other dtype one would load the model in, on a CPU: which of them is faster differs between processors."""
+    if model.device.type != "cpu":
+        return []
+    return [torch.float32 if model.dtype == torch.bfloat16 else torch.bfloat16]
+
+
+def _probe_again(found: Diagnosis, model: PreTrainedModel, plan: Plan) -> None:
+    """Bandwidth on both sides of the passes, since machines have better and worse moments; then the roofline."""
+    assert found.bandwidth is not None and found.cost is not None
+    again = memory_bandwidth(model.device, repeats=plan.probes)
+    found.bandwidth = Rate([*found.bandwidth.samples, *again.samples], "B/s")
+    context = found.cost.context or 0
+    found.roofline = roofline(model, context=context, bandwidth=found.bandwidth, peak=found.peaks[found.dtype])
+
+
+def _pass_cost(
+    model: PreTrainedModel, asked: Sequence[tuple[str, list[int]]], plan: Plan, tell: Callable[[float], None]
+) -> PassCost:
+    """v(T) in the middle of a typical answer."""
+    context = int(median(len(ids) for _, ids in asked)) + plan.new_tokens // 2
+    context = min(context, context_size(model.config) - max(plan.positions))
+    return forward_cost(
+        model, plan.positions, context=context, repeats=plan.repeats, max_seconds=plan.cost_seconds, progress=tell
+    )
+
+
+class _PassClock:
+    """Notes when each pass of the model begins and ends."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.begun: list[float] = []
+        self.ended: list[float] = []
+
+    def __enter__(self) -> _PassClock:
+        self.hooks = [
+            self.model.register_forward_pre_hook(lambda *_: self.begun.append(self._now())),
+            self.model.register_forward_hook(lambda *_: self.ended.append(self._now())),
+        ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _now(self) -> float:
+        synchronise(self.model.device)
+        return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """The decoding phase of one run: after the prompt's prefill. Times in ms."""
+
+    text: list[int]
+    passes_ms: list[float]
+    between_ms: list[float]
+    ms: float
+
+
+def _decoded(model: PreTrainedModel, prompt: list[int], new: int, drafter: Drafter | None = None) -> _Decoded:
+    ids = torch.tensor([prompt], device=model.device)
+    with _PassClock(model) as clock:
+        started = time.perf_counter()
+        out = generate(model, ids, drafter, max_new_tokens=new, do_sample=False)
+        ended = time.perf_counter()
+    assert out.stats is not None
+    passes = int(out.stats.target_passes)
+    begun, done = clock.begun[-passes:], clock.ended[-passes:]
+    before = clock.ended[-passes - 1] if len(clock.ended) > passes else started
+    return _Decoded(
+        out.sequences[0, len(prompt) :].tolist(),
+        [1000 * (b - a) for a, b in zip(begun, done)],
+        [1000 * (b - a) for a, b in zip(done, begun[1:])],
+        1000 * (ended - before),
+    )
+
+
+def _loop_cost(model: PreTrainedModel, prompt: list[int], plan: Plan) -> LoopCost:
+    run = _decoded(model, prompt, max(plan.new_tokens // 2, 2))
+    between = median(run.between_ms) if run.between_ms else 0.0
+    return LoopCost(between, between / (between + median(run.passes_ms)))
+
+
+# --- answers to try drafters on ---
+
+
+def _prompts_that_fit(
+    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Prompt] | None, plan: Plan
+) -> list[tuple[str, list[int]]]:
+    """(group, token ids) of the prompts that leave room for an answer."""
+    chosen = load_prompts(limit=plan.per_group) if prompts is None else list(prompts)
+    room = context_size(model.config) - plan.new_tokens - max(plan.positions)
+    encoded = [(prompt.group, encode(tokenizer, prompt)[0].tolist()) for prompt in chosen]
+    fitting = [(group, ids) for group, ids in encoded if len(ids) <= room]
+    if not fitting:
+        raise ValueError(
+            f"None of the {len(chosen)} prompts leaves room for {plan.new_tokens} tokens in the model's context of "
+            f"{context_size(model.config)}. Pass shorter prompts."
+        )
+    return fitting
+
+
+def _answers(
+    model: PreTrainedModel, asked: Sequence[tuple[str, list[int]]], size: tuple[int, int], tell: Callable[[float], None]
+) -> list[Written]:
+    """Greedy answers, all in one batch: rows share the reading of weights, so it takes a fraction of one by one.
+
+    ``size``: how many prompts, spread over all of them, and how many new tokens each.
+    """
+    count, new = size
+    chosen = [asked[i * len(asked) // count] for i in range(count)]  # spread over the groups
+    width = max(len(ids) for _, ids in chosen)
+    padded = torch.tensor([[0] * (width - len(ids)) + ids for _, ids in chosen], device=model.device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in chosen], device=model.device)
+    ticker = StoppingCriteriaList([_Ticker(count * new, tell)])
+    out = generate(
+        model, padded, attention_mask=mask, max_new_tokens=new, do_sample=False, stopping_criteria=ticker
+    )  # fmt: skip
+    assert out.num_new_tokens is not None
+    lengths = out.num_new_tokens.tolist()
+    texts = [row[width : width + n] for row, n in zip(out.sequences.tolist(), lengths)]
+    return [Written(group, ids, text) for (group, ids), text in zip(chosen, texts)]
+
+
+def _affordable(found: Diagnosis, asked: Sequence[tuple[str, list[int]]], plan: Plan) -> tuple[int, int]:
+    """How many prompts and new tokens fit the time: shorter answers first, then fewer prompts, at least one."""
+    assert found.cost is not None and found.roofline is not None
+    cost, longest = found.cost, max(len(ids) for _, ids in asked)
+    prefill_ms = PREFILL * found.roofline.compute_ms  # of one position
+
+    def seconds(count: int, new: int) -> float:
+        return (count * longest * prefill_ms + new * cost(count)) / 1000
+
+    count, new = len(asked), plan.new_tokens
+    while seconds(count, new) > plan.answers_seconds and new > SHORTEST_ANSWER:
+        new = max(new * 3 // 4, SHORTEST_ANSWER)
+    while seconds(count, new) > plan.answers_seconds and count > 1:
+        count -= 1
+    return count, new
+
+
+class _Ticker(StoppingCriteria):
+    """Stops nothing; is asked after every token of every row, and so knows how far the answers are."""
+
+    def __init__(self, total: int, tell: Callable[[float], None]) -> None:
+        self.total, self.tell, self.seen = total, tell, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.seen += 1
+        self.tell(self.seen / self.total)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+# --- drafters tried on them ---
+
+
+def _try_drafters(
+    found: Diagnosis, model: PreTrainedModel, tokenizer: Any, drafters: Mapping[str, Drafter],
+    written: Sequence[Written], plan: Plan,
+) -> None:  # fmt: skip
+    assert found.cost is not None and found.loop is not None
+    found.answers, found.tokens = len(written), sum(len(answer.text) for answer in written)
+    for title, drafter in drafters.items():
+        replays = [(w.group, replay(model, drafter, w.prompt, w.text, tokenizer)) for w in written]
+        candidate = Candidate(title, *_code_of(drafter), tuple(replays))
+        found.outcomes += [
+            advice.outcome(candidate, k, found.cost, found.loop.ms) for k in _lengths(drafter, plan.draft_lengths)
+        ]
+        found.recommendation = advice.recommend(found.outcomes, found.cost)  # of those tried so far
+
+
+def _lengths(drafter: Drafter, lengths: Sequence[int]) -> list[int]:
+    """The k to try: a chain of single guesses can be any length, other drafts at most their own."""
+    if isinstance(drafter, DraftModel):
+        return list(lengths)
+    longest = drafter.num_draft_tokens
+    return [k for k in lengths if k < longest] + [min(longest, max(lengths))]
+
+
+def _code_of(drafter: Drafter) -> tuple[str, str]:
+    """(expression with {k}, line before it) that make such a drafter."""
+    if isinstance(drafter, PromptLookup):
+        return "specnb.PromptLookup(num_draft_tokens={k})", ""
+    if isinstance(drafter, DraftModel):
+        name = drafter.model.config.name_or_path or "…"
+        return "specnb.DraftModel(draft, num_draft_tokens={k})", f"draft, _ = specnb.load_model({name!r})"
+    return f"{type(drafter).__name__}(num_draft_tokens={{k}})", ""
+
+
+def _checked(
+    advised: Recommendation | None, model: PreTrainedModel, drafters: Mapping[str, Drafter],
+    written: Sequence[Written], cost: PassCost, loop_ms: float, plan: Plan,
+) -> Check | None:  # fmt: skip
+    """Run the recommended drafter beside plain decoding, on some of the prompts, and compare with the prediction."""
+    if advised is None or advised.outcome is None or advised.verdict == "do not use":
+        return None
+    o = advised.outcome
+    places = _spread(len(written), plan.checked)
+    drafter = _with_k(drafters[o.candidate.title], o.k)
+    runs = [_pair(model, written[i], drafter) for i in places]
+    chosen = replace(o.candidate, replays=tuple(o.candidate.replays[i] for i in places))
+    return Check(
+        prompts=len(runs),
+        predicted=advice.outcome(chosen, o.k, cost, loop_ms).speedup,
+        measured=sum(plain.ms for plain, _ in runs) / sum(drafted.ms for _, drafted in runs),
+        same_text=sum(plain.text == drafted.text for plain, drafted in runs),
+    )
+
+
+def _with_k(drafter: Drafter, k: int) -> Drafter:
+    """The same drafter with another k; the caller's own is left alone."""
+    twin = copy.copy(drafter)
+    twin.num_draft_tokens = k
+    return twin
+
+
+def _pair(model: PreTrainedModel, answer: Written, drafter: Drafter) -> tuple[_Decoded, _Decoded]:
+    new = len(answer.text)
+    return _decoded(model, answer.prompt, new), _decoded(model, answer.prompt, new, drafter)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Places spread evenly over 0 … count - 1."""
+    wanted = min(count, wanted)
+    return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+
+
+# --- the command ---
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `specnb doctor` takes."""
+    parser.add_argument("--model", metavar="NAME", help="a Hub id or a folder; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--draft", metavar="NAME", help="try this model as drafter, too: a Hub id or a folder")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; default: float32 on a CPU, bfloat16 elsewhere",
+    )
+    parser.add_argument("--device", help="where to run it; default: a GPU if there is one, otherwise the CPU")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions and prompts, and no check run")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON instead of a report")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what `specnb doctor` was asked for."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from specnb import fetch, models
+
+    disable_progress_bar()  # of transformers, which loads weights in a second or two
+    place = dict(dtype=arguments.dtype, device=arguments.device)
+    model, tokenizer = models.load_model(arguments.model, **place)
+    drafters: dict[str, Drafter] = {"prompt lookup": PromptLookup(max(FULL.draft_lengths))}
+    if arguments.draft is not None:
+        draft, draft_tokenizer = models.load_model(arguments.draft, **place)
+        drafters[f"{Path(arguments.draft).name} as draft model"] = DraftModel(draft, tokenizer=draft_tokenizer)
+    name = fetch.NAME if arguments.model is None else Path(arguments.model).name
+    found = diagnose(model, tokenizer, drafters=drafters, quick=arguments.quick, name=name)
+    print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if arguments.json else found)
+    if found.interrupted:
+        print(f"specnb: stopped after {duration(found.seconds)}; above is what was measured by then.", file=sys.stderr)
+    return cli.INTERRUPTED if found.interrupted else 0
