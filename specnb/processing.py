@@ -32,9 +32,14 @@ class Processors:
 
     def __init__(self, per_row: list[LogitsProcessorList]) -> None:
         self.per_row = per_row
-        self.context_free = all(type(p) in _CONTEXT_FREE for processors in per_row for p in processors)
+        self.look_at(per_row)
+
+    def look_at(self, lists: Sequence[LogitsProcessorList]) -> None:
+        """See what these lists, those of the rows that count, have in common."""
+        self.context_free = all(type(p) in _CONTEXT_FREE for processors in lists for p in processors)
         # one list for all rows, which looks at no context: every row and position can go through it at once
-        self.one_call = self.context_free and all(processors is per_row[0] for processors in per_row)
+        self.one_call = self.context_free and all(processors is lists[0] for processors in lists)
+        self.first = lists[0]
 
     def __call__(self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Tensor) -> Tensor:
         """The target's p at every place of the round, as scores.
@@ -61,7 +66,7 @@ class Processors:
         """Scores [B, T, V] through context-free processors; the tokens they are shown do not matter."""
         flat = scores.flatten(0, 1)
         tokens = torch.zeros(len(flat), 1, dtype=torch.long, device=flat.device)
-        return self.per_row[0](tokens, flat).view_as(scores)
+        return self.first(tokens, flat).view_as(scores)
 
     def next_scores(self, rows: Rows, guesses: Tensor, logits: Tensor) -> Tensor:
         """A draft's scores [B, V] at its next place, after its guesses [B, n] so far."""
@@ -82,6 +87,17 @@ class Processors:
         start = len(context) - len(guesses) + first
         places = range(start, start + len(scores))
         return torch.cat([self.per_row[b](context[None, :n], scores[n - start, None]) for n in places])
+
+
+def same_rules(one: LogitsProcessorList, other: LogitsProcessorList) -> bool:
+    """Whether two lists look at no context and do the same to all scores, though prepared apart."""
+    if any(type(p) not in _CONTEXT_FREE for p in (*one, *other)) or len(one) != len(other):
+        return False
+    return all(type(p) is type(o) and _settings(p) == _settings(o) for p, o in zip(one, other))
+
+
+def _settings(processor: object) -> dict[str, object]:
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(processor).items()}
 
 
 def share_context_free(requests: Sequence[Request]) -> None:

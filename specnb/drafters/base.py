@@ -131,11 +131,11 @@ class Drafter:
     def join(self, row: int) -> None:
         """A new prompt is in this row, whatever was there before; `session.rows` shows it. Not called by `generate`."""
 
-    def prefill(self, row: int, tokens: list[int]) -> None:
-        """The target has read this next piece of the row's prompt, between two rounds: read it too, if you have to.
+    def prefill(self, row: int, count: int) -> None:
+        """The target has read the first ``count`` tokens of the row, between two rounds: read them too, if you have to.
 
-        After `join` the pieces come in order; together they are the prompt but its last token. Not called by
-        `generate`, where `start` finds the prompts in place.
+        After `join` the count grows in steps up to all of the prompt but its last token. Not called by `generate`,
+        where `start` finds the prompts in place.
         """
 
     def leave(self, row: int) -> None:

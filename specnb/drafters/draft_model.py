@@ -47,9 +47,9 @@ class DraftModel(Drafter):
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
         prefill(self.model, self.cache, [self._readable(rows.view(b)[:-1]) for b in range(len(rows))])
 
-    def prefill(self, row: int, tokens: list[int]) -> None:
+    def prefill(self, row: int, count: int) -> None:
         known = int(self.cache.lengths[row])
-        if piece := self._readable(tokens, known):
+        if piece := self._readable(self._session.rows.view(row)[known:count], known):
             read(self.model, self.cache, {row: piece})
 
     def leave(self, row: int) -> None:
