@@ -65,7 +65,7 @@ class Bench:
         self.result = BenchmarkResult(
             [],
             {**numbers, "prompts": len(prompts), "questions": fingerprint(prompts)},
-            machine(),
+            machine(model.device),
             {name: described(contestant) for name, contestant in chosen.items()},
             list(self.sample_passes.times.values()),
         )
@@ -232,7 +232,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 def refuse_other_settings(mine: BenchmarkResult, earlier: BenchmarkResult) -> None:
     """Times of different machines or settings must not be mixed."""
-    same = ("processor", "threads", "torch", "transformers")
+    same = ("device", "name", "threads", "torch", "transformers")
     pairs = [(f"machine's {name}", mine.machine.get(name), earlier.machine.get(name)) for name in same]
     pairs += [(name, mine.settings[name], earlier.settings.get(name)) for name in mine.settings]
     pairs += [("contestants", entrants(mine), entrants(earlier))]

@@ -178,14 +178,14 @@ class Summary:
     Args:
         measurements: of all contestants.
         references: contestant → whose greedy text it must repeat; in the order of the report.
-        plains: contestant → its way's plain decoding and pass times, for those whose time can be predicted.
+        plains: contestant → its way's plain decoding, and pass times if the width is free; of those to be predicted.
     """
 
     def __init__(
         self,
         measurements: Sequence[Measurement],
         references: Mapping[str, str],
-        plains: Mapping[str, tuple[str, PassTimes]],
+        plains: Mapping[str, tuple[str, PassTimes | None]],
     ) -> None:
         self.by_name: dict[str, list[Measurement]] = {name: [] for name in references}
         for m in measurements:
@@ -195,15 +195,16 @@ class Summary:
         self.predicted = self._predictions(plains)
         self.texts = {self._question(m): m.tokens for m in measurements if m.repeat == 0}
 
-    def _predictions(self, plains: Mapping[str, tuple[str, PassTimes]]) -> dict[str, dict[str, float]]:
+    def _predictions(self, plains: Mapping[str, tuple[str, PassTimes | None]]) -> dict[str, dict[str, float]]:
         """Contestant → prompt → predicted ms per token. Plain decoding is what is calibrated with: no prediction."""
         found = {}
-        for name, mine in self.by_name.items():
-            plain, v = plains.get(name, (name, None))
-            known = None if plain == name or v is None else plain_costs(self.by_name.get(plain, []), v)
-            if known is not None and v is not None:
+        for name, (plain, v) in plains.items():
+            if name == plain or not self.by_name.get(plain):
+                continue
+            known = plain_costs(self.by_name[plain], v)
+            mine = [m for m in self.by_name.get(name, []) if (m.prompt, m.turn) in known.prompt]
+            if mine:
                 draft = draft_costs(mine)
-                mine = [m for m in mine if (m.prompt, m.turn) in known.prompt]
                 found[name] = _per_prompt(mine, {m: predicted_ms(m, v, known, draft) for m in mine})
         return found
 

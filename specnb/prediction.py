@@ -2,16 +2,17 @@
 
 The prediction knows, all measured in the same run:
 
-* v(T), what a pass over T positions costs at the context it stood at (`specnb.forward_cost`, apart from any answer);
-* from plain decoding by the same loop: the time until the first round, which speculation does not change, and what a
-  round takes beyond v(1) (the loop itself);
+* v(T), what a pass over T positions costs with so much context (`specnb.forward_cost`, apart from any answer);
+* from plain decoding of the same prompt by the same loop: the time until the first round, which speculation does not
+  change, and what a round takes beyond v(1), which is the loop itself and what else the machine was doing;
 * from the drafter's own clock: its cost per prompt token when it starts and per drafted token afterwards, averaged over
   all answers (together c in the closed forms);
 * from the answer in question: how many tokens each round drafted and how many it wrote. Nothing of its time.
 
     predicted = prompt + start + Σ over rounds (v(1 + drafted) + loop + drafted · cost per drafted token)
 
-With a fixed pass width every v is that of the one width. Derived in notebook 07.
+With a fixed pass width all passes cost the same, and plain decoding's rounds tell how much: v stands for nothing then,
+and "loop" is the whole round. Derived in notebook 07.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from transformers import PreTrainedModel
 
 from specnb.cache import bucket_size, context_size
 from specnb.contestants import Way
-from specnb.profiling import Pass, forward_cost
+from specnb.profiling import forward_cost
 from specnb.theory import CostCurve
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # positions measured, up to the widest pass
-CONTEXTS = 3  # lengths of the context measured where the pass width is free
+CONTEXTS = 2  # lengths of the context measured; attention grows linearly with it
 REPEATS = 2  # per visit; there are many visits in a run
 
 
@@ -53,78 +54,60 @@ class PassTimes:
         self.samples.setdefault(context, {}).setdefault(positions, []).extend(milliseconds)
 
     def __call__(self, positions: int, context: int) -> float:
-        """v in ms; linear between contexts, and with a fixed width that of the bucket the context lies in."""
-        if self.way.pass_width is not None:
-            return self._at(self._same_bucket(context), self.way.pass_width)
-        return self._between(positions, context)
+        """v in ms; linear between the contexts measured."""
+        known = sorted(self.samples)
+        low = max((c for c in known if c <= context), default=known[0])
+        high = min((c for c in known if c >= context), default=known[-1])
+        if low == high:
+            return self._curves()[low](positions)
+        share = (context - low) / (high - low)
+        return (1 - share) * self._curves()[low](positions) + share * self._curves()[high](positions)
 
     def curve(self, context: int) -> CostCurve:
         """The medians at one of the measured contexts."""
         places = sorted(self.samples[context].items())
         return CostCurve(tuple(T for T, _ in places), tuple(median(ms) for _, ms in places), context=context)
 
-    def _at(self, context: int, positions: int) -> float:
-        return self._curves()[context](positions)
-
     def _curves(self) -> dict[int, CostCurve]:
         if not hasattr(self, "_known"):
             self._known = {context: self.curve(context) for context in self.samples}
         return self._known
 
-    def _same_bucket(self, context: int) -> int:
-        return min(self.samples, key=lambda measured: abs(bucket_size(measured) - bucket_size(context)))
-
-    def _between(self, positions: int, context: int) -> float:
-        known = sorted(self.samples)
-        low = max((c for c in known if c <= context), default=known[0])
-        high = min((c for c in known if c >= context), default=known[-1])
-        if low == high:
-            return self._at(low, positions)
-        share = (context - low) / (high - low)
-        return (1 - share) * self._at(low, positions) + share * self._at(high, positions)
-
 
 class PassSampler:
-    """Takes a few samples of every way's passes whenever it is called, so that they share the run's good and bad times.
+    """Takes a few samples of passes whenever it is called, so that they share the run's good and bad times.
 
     Args:
         model: the target.
-        ways: how passes are made → most tokens drafted in a round.
+        ways: how passes are made → most tokens drafted in a round. Only ways of free width are sampled.
         shortest, longest: tokens in the cache, at the first pass of the shortest answer and the last of the longest.
     """
 
     def __init__(self, model: PreTrainedModel, ways: dict[Way, int], shortest: int, longest: int) -> None:
-        self.model, self.ways = model, ways
+        self.model = model
+        self.widths = {way: widths_up_to(1 + most) for way, most in ways.items() if way.pass_width is None}
         dtype = str(model.dtype).removeprefix("torch.")
-        self.times = {way: PassTimes(way, dtype) for way in ways}
-        limit = context_size(model.config) - max([1, *(w.pass_width or 1 + most for w, most in ways.items())])
-        self.shortest, self.longest = max(1, min(shortest, limit)), max(1, min(longest, limit))
+        self.times = {way: PassTimes(way, dtype) for way in self.widths}
+        widest = max((widths[-1] for widths in self.widths.values()), default=1)
+        limit = context_size(model.config) - widest
+        self.contexts = evenly(max(1, min(shortest, limit)), max(1, min(longest, limit)))
 
     def __call__(self) -> None:
         """Measure each way once more."""
-        for way, most in self.ways.items():
-            table = forward_cost(
-                self.model, positions_of(way, most), context=self.contexts(way), repeats=REPEATS,
-                pass_width=way.pass_width, run=runner(self.model, way),
-            )  # fmt: skip
+        for way, widths in self.widths.items():
+            table = forward_cost(self.model, widths, context=self.contexts, repeats=REPEATS)
             for context, cost in table.items():
                 for positions, samples in zip(cost.positions, cost.samples):
                     self.times[way].add(context, positions, samples)
 
-    def contexts(self, way: Way) -> list[int]:
-        """Lengths to measure at: one per bucket with a fixed width, else from the shortest to the longest."""
-        if way.pass_width is not None:
-            return [max(self.shortest, min(self.longest, size - 1)) for size in buckets(self.shortest, self.longest)]
-        steps = range(CONTEXTS)
-        span = self.longest - self.shortest
-        return sorted({self.shortest + span * step // (CONTEXTS - 1) for step in steps})
+
+def evenly(shortest: int, longest: int) -> list[int]:
+    """A few lengths from the shortest to the longest."""
+    return sorted({shortest + (longest - shortest) * step // (CONTEXTS - 1) for step in range(CONTEXTS)})
 
 
-def positions_of(way: Way, most: int) -> list[int]:
-    """Widths to measure: those of the grid below the widest pass, and that one; with a fixed width, that alone."""
-    if way.pass_width is not None:
-        return [way.pass_width]
-    widest = 1 + most
+def widths_up_to(widest: int) -> list[int]:
+    """The grid's numbers of positions below the widest pass, and that one."""
     return [*itertools.takewhile(widest.__gt__, GRID), widest]
 
 
@@ -136,54 +119,47 @@ def buckets(shortest: int, longest: int) -> list[int]:
     return sizes
 
 
-def runner(model: PreTrainedModel, way: Way) -> Pass | None:
-    """The function that makes a pass of this way; None for the ordinary one."""
-    if not way.compiled:
-        return None
-    raise NotImplementedError
-
-
 # --- the prediction ---
 
 
 @dataclass(frozen=True)
 class PlainCosts:
-    """What plain decoding of the same way tells.
+    """What plain decoding tells of a prompt, in ms; the keys are (prompt, turn).
 
     Attributes:
-        loop: ms a round takes beyond its pass.
-        prompt: (prompt, turn) → ms before the first round.
+        prompt: before the first round.
+        loop: per round, beyond its pass.
     """
 
-    loop: float
     prompt: dict[tuple[str, int], float]
+    loop: dict[tuple[str, int], float]
 
 
-def plain_costs(plain: Sequence[Any], v: PassTimes) -> PlainCosts | None:
-    """From the measurements of plain decoding; None if they hold no more than first tokens."""
-    beyond = [ms for m in plain for ms in _beyond_the_pass(m, v)]
-    if not beyond:
-        return None
-    loop = median(beyond)
-    starts: dict[tuple[str, int], list[float]] = {}
+def plain_costs(plain: Sequence[Any], v: PassTimes | None) -> PlainCosts:
+    """From answers by plain decoding, medians over repeats; an answer of one round borrows the others' loop."""
+    loops: dict[tuple[str, int], list[float]] = {}
     for m in plain:
-        first_round = v(1, m.prompt_tokens - 1) + loop
-        starts.setdefault((m.prompt, m.turn), []).append(1000 * m.first_seconds - first_round)
-    return PlainCosts(loop, {place: median(times) for place, times in starts.items()})
+        loops.setdefault((m.prompt, m.turn), []).extend(_beyond_the_passes(m, v))
+    usual = median([ms for several in loops.values() for ms in several] or [0.0])
+    loop = {place: median(several or [usual]) for place, several in loops.items()}
+    prompts: dict[tuple[str, int], list[float]] = {place: [] for place in loops}
+    for m in plain:
+        first_round = next(pass_times(m, v)) + loop[m.prompt, m.turn]
+        prompts[m.prompt, m.turn].append(1000 * m.first_seconds - first_round)
+    return PlainCosts({place: median(times) for place, times in prompts.items()}, loop)
 
 
-def _beyond_the_pass(m: Any, v: PassTimes) -> Iterator[float]:
+def _beyond_the_passes(m: Any, v: PassTimes | None) -> list[float]:
     """What a round of this plain answer took on average beyond its pass; the first one, with the prompt, left out."""
     passes = list(pass_times(m, v))[1:]
-    if passes:
-        yield (1000 * (m.seconds - m.first_seconds) - sum(passes)) / len(passes)
+    return [(1000 * (m.seconds - m.first_seconds) - math.fsum(passes)) / len(passes)] if passes else []
 
 
-def pass_times(m: Any, v: PassTimes) -> Iterator[float]:
-    """v of every pass of an answer, in ms, by its width and the tokens in the cache before it."""
+def pass_times(m: Any, v: PassTimes | None) -> Iterator[float]:
+    """v of every pass of an answer, in ms, by its width and the tokens in the cache before it; 0 without a v."""
     context = m.prompt_tokens - 1
     for drafted, _, emitted in m.rounds:
-        yield v(1 + drafted, context)
+        yield 0.0 if v is None else v(1 + drafted, context)
         context += emitted
 
 
@@ -205,8 +181,10 @@ def draft_costs(measurements: Sequence[Any]) -> DraftCosts:
     return DraftCosts(start / prompt_tokens, draft / drafted if drafted else 0.0)
 
 
-def predicted_ms(m: Any, v: PassTimes, plain: PlainCosts, draft: DraftCosts) -> float:
+def predicted_ms(m: Any, v: PassTimes | None, plain: PlainCosts, draft: DraftCosts) -> float:
     """Milliseconds the answer should have taken; the module's docstring says what goes in."""
+    place = m.prompt, m.turn
     drafted = sum(drafted for drafted, _, _ in m.rounds)
-    before = plain.prompt[m.prompt, m.turn] + m.prompt_tokens * draft.per_prompt_token
-    return before + math.fsum(pass_times(m, v)) + len(m.rounds) * plain.loop + drafted * draft.per_drafted_token
+    before = plain.prompt[place] + m.prompt_tokens * draft.per_prompt_token
+    rounds = math.fsum(pass_times(m, v)) + len(m.rounds) * plain.loop[place]
+    return before + rounds + drafted * draft.per_drafted_token

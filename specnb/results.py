@@ -7,7 +7,6 @@ import html
 import json
 import math
 import os
-import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specnb.contestants import BASELINE, Contestant, Way
+from specnb.machine import describe_machine
 from specnb.measurements import Measurement, Row, Summary, conditions
 from specnb.prediction import PassTimes
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FORMAT = "specnb benchmark 1"
 ALPHA_PLACES = 5  # positions of α by position that a table has room for
 TOLD_DIFFERENCES = 3
+CLEARLY_SLOWER = 0.98
 HEADS = ("contestant", "ms/token", "first token, ms", "tokens/pass", "α", "α by position", "speed-up", "95 % interval",
          "predicted", "same text")  # fmt: skip
 
@@ -152,7 +153,7 @@ class BenchmarkResult:
         tokens = self.settings.get("max_new_tokens", "?")
         stopped = "" if self.complete else " The run was stopped before its end: this is what it has."
         machine = self.machine
-        where = f"{machine.get('processor', '?')}, {machine.get('threads', '?')} threads"
+        where = f"{machine.get('name', '?')}, {machine.get('threads', '?')} threads"
         versions = f"torch {machine.get('torch', '?')}, transformers {machine.get('transformers', '?')}"
         model = self.settings.get("model", "a model")
         return f"{model}, up to {tokens} new tokens, one prompt at a time. {where}; {versions}.{stopped}"
@@ -160,7 +161,14 @@ class BenchmarkResult:
     def notes(self) -> list[str]:
         """What the columns mean, and what a reader must not overlook."""
         rows = self.rows()
-        return [*_explanations(self.passes), *self._differing(), *slower(rows), *self._peers(rows), *self._absences()]
+        return [
+            *_explanations(any(row.predicted > 0 for row in rows)),
+            *fastest(rows),
+            *self._differing(),
+            *slower(rows),
+            *self._peers(rows),
+            *self._absences(),
+        ]
 
     def _differing(self) -> list[str]:
         """Where greedy texts differ, in a line per dtype."""
@@ -221,10 +229,8 @@ class BenchmarkResult:
         found = []
         for dtype, _, members in conditions(self.measurements):
             times = {t.way: t for t in self.passes if t.dtype == dtype and t.samples}
-            ways = {
-                name: (known["plain"], Way(**known["way"])) for name, known in self.contestants.items() if known["way"]
-            }
-            plains = {name: (plain, times[way]) for name, (plain, way) in ways.items() if way in times}
+            ways = {n: (known["plain"], Way(**known["way"])) for n, known in self.contestants.items() if known["way"]}
+            plains = {n: (p, times.get(way)) for n, (p, way) in ways.items() if way.pass_width or way in times}
             found.append((Summary(members, references, plains), members))
         return found
 
@@ -236,40 +242,12 @@ def described(contestant: Contestant) -> dict[str, Any]:
             "peer": contestant.peer}  # fmt: skip
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what: processor, cores, threads, memory, versions, date."""
-    import torch
-    import transformers
-
+def machine(device: Any) -> dict[str, Any]:
+    """Where and with what, and when."""
     import specnb
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "processor": gpu or _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gb": _memory_gb(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{package.__name__: package.__version__ for package in (torch, transformers, specnb)},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _memory_gb() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-    except (AttributeError, ValueError, OSError):
-        return None
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {**asdict(describe_machine(device)), "specnb": specnb.__version__, "date": now}
 
 
 # --- cells and notes ---
@@ -308,21 +286,35 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*padded)]
 
 
+def fastest(rows: Sequence[Row]) -> list[str]:
+    """Who was fastest over all prompts, in a line per dtype and temperature."""
+    best: dict[str, Row] = {}
+    for row in overall(rows):
+        if row.speedup > best.setdefault(_condition(row), row).speedup:
+            best[_condition(row)] = row
+    return [f"{where}: {row.contestant} is fastest, speed-up {row.speedup:.2f}." for where, row in best.items()]
+
+
 def slower(rows: Sequence[Row]) -> list[str]:
-    """Where a contestant took longer than the baseline, in a line per contestant and dtype."""
-    found: dict[tuple[str, str, float], list[str]] = {}
+    """Where a contestant took longer than the baseline, in a line per contestant, dtype and temperature."""
+    found: dict[str, list[str]] = {}
     for row in rows:
-        if row.contestant != BASELINE and row.speedup < 1 and row.group != "all":
-            where = found.setdefault((row.contestant, row.dtype, row.temperature), [])
+        if row.contestant != BASELINE and row.group != "all" and is_slower(row):
+            where = found.setdefault(f"{_condition(row)}: {row.contestant}", [])
             where.append(f"{row.group or 'no group'} ({row.speedup:.2f})")
-    heats = {heat: "" if heat == 0 else f", temperature {heat:g}" for _, _, heat in found}
-    return [
-        f"{dtype}{heats[heat]}: {name} is slower than {BASELINE} on {', '.join(groups)}."
-        for (name, dtype, heat), groups in found.items()
-    ]
+    return [f"{who} is slower than {BASELINE} on {', '.join(groups)}." for who, groups in found.items()]
 
 
-def _explanations(passes: Sequence[PassTimes]) -> list[str]:
+def is_slower(row: Row) -> bool:
+    """The whole interval lies below 1; where there is none, the speed-up lies clearly below."""
+    return row.speedup < CLEARLY_SLOWER if math.isnan(row.high) else row.high < 1
+
+
+def _condition(row: Row) -> str:
+    return row.dtype if row.temperature == 0 else f"{row.dtype}, temperature {row.temperature:g}"
+
+
+def _explanations(predicted: bool) -> list[str]:
     lines = [
         "ms/token: the whole call, prompt included, by the tokens written; median over prompts.",
         f"speed-up: over {BASELINE}, which is transformers' plain generate in the same run, prompt by prompt; "
@@ -330,9 +322,9 @@ def _explanations(passes: Sequence[PassTimes]) -> list[str]:
         "same text: greedy answers equal, token for token, to those of plain decoding whose passes are made the same "
         f"way; plain decoding itself is held against {BASELINE}.",
     ]
-    if any(times.samples for times in passes):
+    if predicted:
         lines.insert(2, "predicted: the speed-up to be expected from the numbers of drafted and accepted tokens and "
-                        "from the cost of passes, measured apart.")  # fmt: skip
+                        "from what passes and drafting cost.")  # fmt: skip
     return lines
 
 

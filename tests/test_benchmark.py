@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -161,22 +162,29 @@ def test_pass_times_take_the_median_and_go_linearly_between_contexts():
     assert v(5, 5) == 14.0 and v(5, 500) == 34.0
 
 
-def test_pass_times_of_a_fixed_width_go_by_bucket():
-    v = pass_times(Way(pass_width=8), c100={1: 10.0, 8: 10.0}, c300={1: 16.0, 8: 16.0})
-    assert [v(T, n) for T, n in [(1, 1), (8, 255), (1, 256), (8, 511)]] == [10.0, 10.0, 16.0, 16.0]
-
-
 def test_predicted_time_by_hand():
     v = pass_times(c20={1: 10.0, 5: 14.0})
     # plain: 50 ms before the first round, then four rounds of 10 + 2
     answer = measured("plain", tokens=4, seconds=0.098, first_seconds=0.062, rounds=((0, 0, 1),) * 4)
     costs = plain_costs([answer], v)
-    assert costs.loop == pytest.approx(2.0) and costs.prompt == {("1", 0): pytest.approx(50.0)}
+    assert (costs.loop, costs.prompt) == ({("1", 0): pytest.approx(2.0)}, {("1", 0): pytest.approx(50.0)})
     # drafting: 20 prompt tokens cost 4 ms at the start, 12 drafted tokens 6 ms
     drafted = measured("draft", tokens=9, seconds=9.9, rounds=ROUNDS, start_seconds=0.004, draft_seconds=0.006)
     draft = prediction.draft_costs([drafted])
     assert (draft.per_prompt_token, draft.per_drafted_token) == (pytest.approx(0.2), pytest.approx(0.5))
     assert predicted_ms(drafted, v, costs, draft) == pytest.approx(50 + 4 + (14 + 10 + 14 + 14) + 4 * 2 + 12 * 0.5)
+
+
+def test_predicted_time_at_a_fixed_width_by_hand():
+    """Every round takes what plain decoding's rounds take; an answer of one round borrows the usual time."""
+    long = measured("plain", "1", tokens=4, seconds=0.098, first_seconds=0.062, rounds=((0, 0, 1),) * 4)
+    short = measured("plain", "2", tokens=1, seconds=0.032, first_seconds=0.032, rounds=((0, 0, 1),))
+    costs = plain_costs([long, short], None)
+    assert costs.loop == {("1", 0): pytest.approx(12.0), ("2", 0): pytest.approx(12.0)}
+    assert costs.prompt == {("1", 0): pytest.approx(50.0), ("2", 0): pytest.approx(20.0)}
+    free = prediction.DraftCosts(0.0, 0.0)
+    drafted = measured("draft", "2", tokens=9, seconds=9.9, rounds=ROUNDS)
+    assert predicted_ms(drafted, None, costs, free) == pytest.approx(20 + 4 * 12)
 
 
 def made_world(v_true):
@@ -327,10 +335,26 @@ def test_later_turns_follow_the_baselines_answers(llama):
 
 def test_a_fixed_width_is_a_way_of_its_own(llama):
     found = run(llama, PROMPTS[:1], pass_width=8, contestants=["plain", "lookup"])
-    (times,) = found.passes
-    assert times.way == Way(8) and {T for curve in times.samples.values() for T in curve} == {1, 8}
-    assert all(row.same_text == row.compared for row in found.rows())
+    assert found.contestants["lookup"]["way"] == {"pass_width": 8, "compiled": False} and found.passes == []
+    rows = {row.contestant: row for row in found.rows()}
+    assert all(row.same_text == row.compared for row in rows.values()) and rows["lookup"].predicted > 0
     assert "every pass 8 positions wide" in found.contestants["plain"]["about"]
+
+
+def test_compiled_ones_have_names_and_one_width_of_their_own(llama):
+    drafters = {"lookup": specnb.PromptLookup(10), "draft": specnb.DraftModel(llama)}
+    known = contestants.everyone(llama, drafters, compile=True)
+    ours = [name for name, contestant in known.items() if contestant.way and contestant.way.compiled]
+    assert ours == [f"{n}+compile" for n in ("plain", "lookup", "draft", "adaptive-lookup", "adaptive-draft")]
+    assert {known[name].way for name in ours} == {Way(12, compiled=True)}
+    assert [known[n].reference for n in ("lookup", "lookup+compile", "plain+compile")] == [
+        "plain", "plain+compile", "transformers"]  # fmt: skip
+    assert contestants.everyone(llama, drafters, compile=True, pass_width=8)["plain+compile"].way == Way(8, True)
+
+
+@pytest.mark.parametrize(("k", "width"), [(3, 4), (4, 8), (10, 12), (11, 12)])
+def test_one_width_for_all_holds_the_longest_draft(k, width):
+    assert contestants.common_width({"a": specnb.PromptLookup(k), "b": specnb.PromptLookup(1)}) == width
 
 
 def test_drafters_are_named_after_their_classes(llama):
@@ -394,7 +418,7 @@ def test_json_brings_everything_back(result, tmp_path):
     result.to_json(tmp_path / "r.json")
     again = BenchmarkResult.from_json(tmp_path / "r.json")
     assert again == result and again.table() == result.table()
-    assert {"processor", "threads", "torch", "transformers", "date"} <= again.machine.keys()
+    assert {"name", "threads", "torch", "transformers", "date"} <= again.machine.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -419,10 +443,17 @@ def test_table_names_what_is_slower_and_what_differs():
     answers += [measured("slow", "1", 2.0, group="1"), measured("slow", "2", 0.5, tokens=9, group="2")]
     text = BenchmarkResult(answers).table()
     assert "float32: slow is slower than transformers on 1 (0.50)." in text
+    assert "float32: transformers is fastest, speed-up 1.00." in text  # √(½ · 1.8) = 0.95
     assert "1 greedy answers differ from their reference (slow on 2 from token 9)" in text
     assert "1 of 2" in text and "Without a fixed pass width" not in text
     assert "1 (1 prompt, float32, greedy)" in text and "all groups (2 prompts, float32, greedy)" in text
     assert "1 (1 prompt" not in BenchmarkResult(answers).table(groups=False)
+
+
+@pytest.mark.parametrize(("low", "high", "verdict"), [(0.8, 0.99, True), (0.8, 1.01, False), (math.nan,) * 2 + (True,)])
+def test_slower_means_the_whole_interval(low, high, verdict):
+    (row,) = Summary([measured()], {}, {}).rows(["g"])
+    assert results.is_slower(replace(row, speedup=0.9, low=low, high=high)) is verdict
 
 
 def test_near_ties_are_explained_in_bfloat16():
@@ -569,5 +600,5 @@ def test_command_refuses_in_a_sentence(tiny_command, capsys):
 
 
 def test_machine_is_described():
-    described = results.machine()
-    assert described["threads"] == torch.get_num_threads() and described["processor"]
+    described = results.machine("cpu")
+    assert described["threads"] == torch.get_num_threads() and described["name"] and described["specnb"]
