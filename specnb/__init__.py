@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 # ruff: noqa: F401
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
+    from specnb.adaptive import Adaptive, AdaptiveSummary
     from specnb.benchmark import run_benchmark
     from specnb.cache import RaggedCache, target_pass
     from specnb.decoding import decode, generate
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 # Where each public name lives. transformers' model classes and scipy take seconds to import, so that
 # `import specnb` brings neither; the first use of a name does.
 _HOMES = {
+    "adaptive": "Adaptive AdaptiveSummary",
     "benchmark": "run_benchmark",
     "cache": "RaggedCache target_pass",
     "decoding": "decode generate",

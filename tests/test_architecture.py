@@ -34,6 +34,8 @@ def imports_of(path: Path) -> set[str]:
     [
         ("verification.py", set()),
         ("theory.py", set()),
+        ("estimates.py", {"specnb.theory"}),
+        ("adaptive.py", {"specnb.checks", "specnb.drafters.base", "specnb.estimates", "specnb.theory"}),
         ("compat.py", set()),
         ("report.py", set()),
         ("rows.py", {"specnb.report"}),
