@@ -167,13 +167,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--groups", type=_words, metavar="A,B", help=f"kinds of questions; in the suite: {', '.join(GROUPS)}")
     add("--limit", type=int, metavar="N", help="at most N questions of each group")
-    add("--contestants", type=_words, metavar="A,B", help="who takes part; default: all")
-    add("--temperatures", type=_numbers, default=[0.0], metavar="A,B", help="0 is greedy; default: 0")
+    add("--contestants", type=_words, metavar="A,B",
+        help=f"beside {BASELINE}: {BASELINE}-lookup, {BASELINE}-assisted, plain, lookup, adaptive-lookup, "
+        "draft, adaptive-draft, specnb's also with +compile; default: all that there are")  # fmt: skip
+    add("--temperatures", type=_numbers, default=[0.0], metavar="A,B", help="such as 0,0.7; 0 is greedy, the default")
     add("--max-new-tokens", type=int, metavar="N", help=f"per answer; default: {NEW_TOKENS}")
     add("--repeats", type=int, default=1, metavar="N", help="how often each answer is measured; default: 1")
-    add("--seed", type=int, default=0, metavar="N")
+    add("--seed", type=int, default=0, metavar="N", help="of samples and of the order of contestants; default: 0")
     add("--pass-width", type=int, metavar="W", help="positions of every pass of specnb, filler included")
-    add("--compile", action="store_true", help="specnb's also compiled (this takes a minute or two first)")
+    add("--compile", action="store_true", help="specnb's a second time, compiled; it takes a minute or two more")
     add(
         "--quick",
         action="store_true",
@@ -191,12 +193,11 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.resume or arguments.out or f"specnb-bench-{datetime.now():%Y%m%d-%H%M%S}").expanduser()
     earlier = BenchmarkResult.from_json(folder / "result.json") if arguments.resume else None
     prompts = load_prompts(arguments.questions, arguments.groups, _limit(arguments))
-    folder.mkdir(parents=True, exist_ok=True)
     say(f"Results go to {folder}, after every prompt.")
     result: BenchmarkResult | None = None
     for dtype in arguments.dtype:
         so_far = _joined(result)
-        one = _run_dtype(arguments, dtype, prompts, earlier, lambda r: so_far(r).to_json(folder / RESULT))  # noqa: B023
+        one = _run_dtype(arguments, dtype, prompts, earlier, lambda r: keep_raw(so_far(r), folder))  # noqa: B023
         result = so_far(one)
         if not one.complete:
             break
@@ -231,7 +232,7 @@ def _run_dtype(
 
 def keep(result: BenchmarkResult, folder: Path) -> None:
     """Write the result in every form; pictures where matplotlib and seaborn are installed."""
-    result.to_json(folder / RESULT)
+    keep_raw(result, folder)
     result.to_csv(folder / "rows.csv")
     (folder / "report.txt").write_text(result.table() + "\n", encoding="utf-8")
     with contextlib.suppress(ImportError):
@@ -245,6 +246,11 @@ def keep(result: BenchmarkResult, folder: Path) -> None:
                 figure = result.plot(kind=kind).figure
                 figure.savefig(folder / f"{kind}.png", bbox_inches="tight", dpi=150)  # type: ignore[union-attr]
             plt.close("all")
+
+
+def keep_raw(result: BenchmarkResult, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    result.to_json(folder / RESULT)
 
 
 def _peers(arguments: argparse.Namespace) -> list[Peer]:
@@ -268,7 +274,8 @@ def _limit(arguments: argparse.Namespace) -> int | None:
 
 
 def _new_tokens(arguments: argparse.Namespace) -> int:
-    return arguments.max_new_tokens or (QUICK_TOKENS if arguments.quick else NEW_TOKENS)
+    usual = QUICK_TOKENS if arguments.quick else NEW_TOKENS
+    return usual if arguments.max_new_tokens is None else arguments.max_new_tokens
 
 
 def _words(text: str) -> list[str]:

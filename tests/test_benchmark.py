@@ -596,6 +596,8 @@ def test_command_refuses_in_a_sentence(tiny_command, capsys):
     assert bench("--peer-weights", "vllm=x") == 1
     assert "which no --peer starts" in capsys.readouterr().err
     assert bench("--resume", "nowhere") == 1
+    assert main(["bench", "--questions", "q.jsonl", "--contestants", "typo", "--out", "out"]) == 1
+    assert "no contestant 'typo'" in capsys.readouterr().err
     assert not tiny_command.exists()
 
 
