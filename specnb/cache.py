@@ -155,7 +155,7 @@ class RaggedCache(Cache):
         self, width: int, attended: int | None, device: torch.device, rows: Sequence[int] | None = None
     ) -> Tensor:
         """Plan a pass of ``width`` new tokens per row; returns their slots [R, width] (also their positions)."""
-        if rows is not None and len(rows) == len(self.lengths):
+        if rows is not None and list(rows) == list(range(len(self.lengths))):
             rows = None
         lengths = self.lengths if rows is None else self.lengths[list(rows)]
         longest = int(lengths.max())
@@ -255,7 +255,7 @@ def target_pass(
         model: a causal language model of transformers.
         cache: grows by T per row.
         tokens: LongTensor [B, T]; with ``rows`` [R, T].
-        rows: R row numbers, if only these take part; the others stay as they are.
+        rows: R different row numbers, if only these take part; the others stay as they are.
         attended: slots the pass looks at; default: as many as the longest row then holds.
         need_logits: False (prefill) computes the output head for the last position only.
 
