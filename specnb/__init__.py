@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 # ruff: noqa: F401
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
     from specnb.adaptive import Adaptive, AdaptiveSummary
+    from specnb.batching import Batcher, Completion, Job, QueueFull
     from specnb.benchmark import run_benchmark
     from specnb.cache import RaggedCache, target_pass
     from specnb.decoding import decode, generate
@@ -58,6 +59,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "adaptive": "Adaptive AdaptiveSummary",
     "benchmark": "run_benchmark",
+    "batching": "Batcher Completion Job QueueFull",
     "cache": "RaggedCache target_pass",
     "decoding": "decode generate",
     "diagnosis": "Diagnosis",
