@@ -164,7 +164,7 @@ def _use(o: Outcome, cost: CostCurve) -> Recommendation:
     headline = f"Use {o.candidate.title} with k = {o.k}: {o.speedup:.2f} times as fast as plain decoding."
     if slower:
         headline += f" Leave it out for prompts of the kind {listed(slower)}, where it is slower."
-    reasons = (_cost_of(o.k, cost), _balance(o), *_extremes(o))
+    reasons = (_cost_of(o.k, cost), _balance(o), *_extremes(o), *_mixed(o))
     return Recommendation("use", headline, reasons, _code(o), o, slower)
 
 
@@ -176,7 +176,8 @@ def _use_for_some(o: Outcome, cost: CostCurve) -> Recommendation:
         f"Use {o.candidate.title} with k = {o.k} only for prompts of the kind {listed(good)}: {span} times "
         "as fast as plain decoding there. For others do not use it."
     )
-    reasons = (_cost_of(o.k, cost), f"Over all prompts: {_balance(o)[0].lower()}{_balance(o)[1:]}", *_extremes(o))
+    over_all = f"Over all prompts: {_balance(o)[0].lower()}{_balance(o)[1:]}"
+    reasons = (_cost_of(o.k, cost), over_all, *_extremes(o), *_mixed(o))
     return Recommendation("use for some", headline, reasons, _code(o), o, good)
 
 
@@ -233,6 +234,27 @@ def _extremes(o: Outcome) -> list[str]:
         return []
     (most, high), (least, low) = order[0], order[-1]
     return [f"It helps most with {spoken(most)} ({high:.2f} times as fast), least with {spoken(least)} ({low:.2f})."]
+
+
+def _mixed(o: Outcome) -> list[str]:
+    """Where kinds of prompts differ so much that no single k suits them."""
+    if min(o.by_group.values()) >= 1:
+        return []
+    longest = 2 * max(o.k, 4)
+    wrapped = f"specnb.Adaptive({o.candidate.code.format(k=longest)})"
+    return [f"For a mixture of prompts, drafter = {wrapped} chooses anew in every round how much to draft, or nothing."]
+
+
+def withdraw(advised: Recommendation, measured: float) -> Recommendation:
+    """Take a recommendation back, because it was slower than plain decoding when it was run."""
+    assert advised.outcome is not None
+    tried = f"{advised.outcome.candidate.title} with k = {advised.outcome.k}"
+    headline = (
+        f"Do not use speculative decoding here, or measure again: {tried} should have been "
+        f"{advised.outcome.speedup:.2f} times as fast as plain decoding, but took longer when it was run "
+        f"({measured:.2f} times as fast)."
+    )
+    return Recommendation("do not use", headline, advised.reasons, PLAIN, advised.outcome)
 
 
 def better_drafters(cost: CostCurve, alphas: Sequence[float] = (0.5, 0.7, 0.9)) -> list[tuple[float, int, float]]:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from specnb import advice
-from specnb.advice import Outcome, Recommendation
+from specnb.advice import Candidate, Outcome, Recommendation
 from specnb.machine import Machine
 from specnb.profiling import PassCost, Rate, Roofline, quantity
 
@@ -160,7 +160,7 @@ def _curve_lines(cost: PassCost) -> list[str]:
 
 def _drafter_lines(d: Diagnosis, outcomes: Sequence[Outcome]) -> list[str]:
     """One column per k."""
-    title = outcomes[0].candidate.title
+    drafter = outcomes[0].candidate
     rows: dict[str, Callable[[Outcome], str]] = {
         "drafted tokens, k": lambda o: f"{o.k}",
         "guesses right, α": lambda o: "-" if math.isnan(o.alpha) else f"{o.alpha:.0%}",
@@ -168,7 +168,7 @@ def _drafter_lines(d: Diagnosis, outcomes: Sequence[Outcome]) -> list[str]:
         "cost of a round": lambda o: f"{o.round_cost:.2f}",
         "speed-up": lambda o: f"{o.speedup:.2f}",
     }
-    lines = [f"{title[0].upper()}{title[1:]}, tried on {d.answers} answers with {d.tokens} tokens (greedy)"]
+    lines = [f"Tried on {d.answers} answers with {d.tokens} tokens (greedy): {drafter.title}, {_drafting(drafter)}"]
     lines += [f"  {name:19}" + "".join(f"{cell(o):>6}" for o in outcomes) for name, cell in rows.items()]
     chosen = advice.best(outcomes)
     if len(chosen.by_group) > 1:
@@ -176,6 +176,13 @@ def _drafter_lines(d: Diagnosis, outcomes: Sequence[Outcome]) -> list[str]:
         gains = ", ".join(f"{advice.spoken(name)} {gain:.2f}" for name, gain in order)
         lines += _wrapped(f"by kind of prompt, with k = {chosen.k}: {gains}", "    ", first="  ")
     return lines
+
+
+def _drafting(drafter: Candidate) -> str:
+    """What drafting takes, in words."""
+    _, tried = drafter.replays[0]
+    ms = median(replay.call_ms for _, replay in drafter.replays)
+    return f"which takes {ms:.2g} ms {'a guess' if tried.per_token else 'a round'}"
 
 
 def _hope_lines(d: Diagnosis) -> list[str]:
@@ -199,6 +206,8 @@ def _notes(d: Diagnosis) -> list[str]:
         notes.append(
             f"Times scattered by {scatter:.0%}: something else was running. Try again before you trust the digits."
         )
+    if d.check is not None and abs(d.check.measured / d.check.predicted - 1) > BUSY:
+        notes.append("What was measured in the end is far from what was predicted: trust neither before you try again.")
     notes += _dtype_note(d)
     return [line for note in notes for line in _wrapped(f"Note: {note}")]
 

@@ -143,6 +143,8 @@ def _examine(
         if plan.checked:
             with course.stage("Check"):
                 found.check = _checked(found.recommendation, model, drafters, written, found.cost, found.loop.ms, plan)
+                if found.recommendation is not None and found.check is not None and found.check.measured < 1:
+                    found.recommendation = advice.withdraw(found.recommendation, found.check.measured)
 
 
 class _Course:
@@ -380,11 +382,12 @@ def _checked(
     advised: Recommendation | None, model: PreTrainedModel, drafters: Mapping[str, Drafter],
     written: Sequence[Written], cost: PassCost, loop_ms: float, plan: Plan,
 ) -> Check | None:  # fmt: skip
-    """Run the recommended drafter beside plain decoding, on some of the prompts, and compare with the prediction."""
+    """Run the recommended drafter beside plain decoding, on some of the prompts it is meant for."""
     if advised is None or advised.outcome is None or advised.verdict == "do not use":
         return None
     o = advised.outcome
-    places = _spread(len(written), plan.checked)
+    meant = [i for i, answer in enumerate(written) if (answer.group in advised.groups) == (advised.verdict != "use")]
+    places = [meant[i] for i in _spread(len(meant), plan.checked)]
     drafter = _with_k(drafters[o.candidate.title], o.k)
     runs = [_pair(model, written[i], drafter) for i in places]
     chosen = replace(o.candidate, replays=tuple(o.candidate.replays[i] for i in places))
@@ -443,7 +446,7 @@ def run(arguments: argparse.Namespace) -> int:
     drafters: dict[str, Drafter] = {"prompt lookup": PromptLookup(max(FULL.draft_lengths))}
     if arguments.draft is not None:
         draft, draft_tokenizer = models.load_model(arguments.draft, **place)
-        drafters[f"{Path(arguments.draft).name} as draft model"] = DraftModel(draft, tokenizer=draft_tokenizer)
+        drafters[f"the draft model {Path(arguments.draft).name}"] = DraftModel(draft, tokenizer=draft_tokenizer)
     name = fetch.NAME if arguments.model is None else Path(arguments.model).name
     found = diagnose(model, tokenizer, drafters=drafters, quick=arguments.quick, name=name)
     print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if arguments.json else found)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -23,11 +24,14 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from specnb import checks, compat
+from specnb.cache import context_size, target_pass
 from specnb.drafters import Drafter, DraftModel
 from specnb.drafters.base import Session
 from specnb.processing import Processors
 from specnb.profiling import synchronise
 from specnb.rows import Rows
+
+TIMED = 6  # guesses of a draft model that are made one by one
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,9 @@ def replay(
 ) -> Replay:
     """Let the drafter guess at every place of a text that the target has written greedily after the prompt.
 
-    A `DraftModel` guesses one token per place: its longer greedy drafts are chains of these, as long as they are
-    right. Any other drafter guesses its ``num_draft_tokens`` at once, and for fewer is taken to guess the first of
-    them.
+    A `DraftModel` guesses one token per place, nearly all in one pass: its longer greedy drafts are chains of these,
+    as long as they are right. Any other drafter guesses its ``num_draft_tokens`` at every place, and is taken to guess
+    the first of them if asked for fewer.
 
     Args:
         model: the target; only its configuration and device are used.
@@ -87,23 +91,24 @@ def replay(
     if not prompt or not text:
         raise ValueError(f"A replay needs a prompt and a text; got {len(prompt)} and {len(text)} tokens.")
     rows = Rows([list(prompt)], [len(text)], [StoppingCriteriaList()])
-    chained = isinstance(drafter, DraftModel)
     session = Session(model, rows, Processors([LogitsProcessorList()]), compat.vocab_size(model), tokenizer)
     started = perf_counter()
     drafter.start(session)
     start_ms = _since(started, model)
-    guesses, seconds = _guesses_along(model, drafter, rows, text, 1 if chained else drafter.num_draft_tokens)
-    call_ms = sum(seconds) / len(seconds) if seconds else 0.0
+    if isinstance(drafter, DraftModel):
+        right, call_ms = _chain_along(model, drafter, rows, text)
+        room = context_size(drafter.model.config) - len(prompt) + 1
+        guessed = (max(room - place, 0) for place in range(len(text)))  # a shorter context stops drafting
+        return Replay(tuple(guessed), tuple(_runs(right)), start_ms, call_ms, per_token=True)
+    guesses, times = _guesses_along(model, drafter, rows, text, drafter.num_draft_tokens)
     matched = [_matching(guess, text[place:]) for place, guess in enumerate(guesses)]
-    if not chained:
-        return Replay(tuple(map(len, guesses)), tuple(matched), start_ms, call_ms)
-    return Replay((len(text),) * len(text), tuple(_chained(matched)), start_ms, call_ms, per_token=True)
+    return Replay(tuple(map(len, guesses)), tuple(matched), start_ms, sum(times) / len(times) if times else 0.0)
 
 
 def _guesses_along(
     model: PreTrainedModel, drafter: Drafter, rows: Rows, text: Sequence[int], k: int
 ) -> tuple[list[list[int]], list[float]]:
-    """The guesses at each place, and the ms of each call; the rows grow by the text's tokens one by one."""
+    """The guesses before each token of this part of the text, and the ms of each call; the rows grow by it."""
     guesses: list[list[int]] = []
     times: list[float] = []
     for token in text:
@@ -120,6 +125,34 @@ def _guesses_along(
     return guesses, times
 
 
+def _chain_along(
+    model: PreTrainedModel, drafter: DraftModel, rows: Rows, text: Sequence[int]
+) -> tuple[list[bool], float]:
+    """For each place of the text, whether a draft model guesses its token; and the ms of one guess.
+
+    The first few guesses are made one by one, for the time they take. The rest come out of one pass over the rest of
+    the text: each of its positions guesses the token after it, from the true tokens before.
+    """
+    first, times = _guesses_along(model, drafter, rows, text[:TIMED], 1)
+    right = [guess == [token] for guess, token in zip(first, text)]
+    newest = rows.view(0)[int(drafter.cache.lengths[0]) :]  # not seen yet; the last of them guesses the rest's first
+    rest = text[TIMED:]
+    guesses = _next_tokens(drafter, [*newest, *rest[:-1]], compat.vocab_size(model)) if rest else []
+    right += [guess == token for guess, token in zip(guesses[len(newest) - 1 :], rest)]
+    return right + [False] * (len(text) - len(right)), median(times) if times else 0.0
+
+
+def _next_tokens(drafter: DraftModel, tokens: list[int], vocab_size: int) -> list[int]:
+    """The draft model's greedy guess after each of these tokens that still fits its context."""
+    held, embedded = int(drafter.cache.lengths[0]), drafter.model.get_input_embeddings().num_embeddings
+    tokens = tokens[: max(context_size(drafter.model.config) - held, 0)]
+    if not tokens:
+        return []
+    drafter.cache.reserve(held + len(tokens))
+    ids = torch.tensor([tokens]).clamp(max=embedded - 1)  # a target padded to more ids may write later ones
+    return target_pass(drafter.model, drafter.cache, ids)[0, :, :vocab_size].argmax(dim=-1).tolist()
+
+
 def _since(started: float, model: PreTrainedModel) -> float:
     synchronise(model.device)
     return 1000 * (perf_counter() - started)
@@ -130,8 +163,8 @@ def _matching(guess: Sequence[int], text: Sequence[int]) -> int:
     return next((i for i, pair in enumerate(zip(guess, text)) if pair[0] != pair[1]), min(len(guess), len(text)))
 
 
-def _chained(right: Sequence[int]) -> list[int]:
-    """From one-token guesses (1 right, 0 wrong): how many places in a row, from each place on, are right."""
+def _runs(right: Sequence[bool]) -> list[int]:
+    """How many places in a row, from each place on, are right."""
     runs = [0]
     for one in reversed(right):
         runs.append(runs[-1] + 1 if one else 0)

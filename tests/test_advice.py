@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
 import specnb
 from specnb import CostCurve
-from specnb.advice import Candidate, best, better_drafters, bound, listed, outcome, recommend, spoken
+from specnb.advice import Candidate, best, better_drafters, bound, listed, outcome, recommend, spoken, withdraw
 from specnb.replay import Replay
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)
@@ -128,7 +129,9 @@ def test_kinds_of_prompts_that_lose_are_left_out():
     assert answer.verdict == "use"
     assert answer.groups == ("open_story",)
     assert "Leave it out for prompts of the kind open story" in answer.headline
-    assert "most with copies" in answer.reasons[-1]
+    assert "most with copies" in answer.reasons[-2]
+    wrapped = re.search(r"drafter = (.*) chooses anew in every round", answer.reasons[-1]).group(1)
+    assert isinstance(eval(wrapped, {"specnb": specnb}), specnb.Adaptive)
 
 
 def test_where_only_some_kinds_gain_these_are_named():
@@ -139,6 +142,20 @@ def test_where_only_some_kinds_gain_these_are_named():
     assert answer.groups == ("copies",)
     assert "only for prompts of the kind copies" in answer.headline
     assert answer.outcome.by_group["copies"] > 1.15
+
+
+def test_where_no_kind_loses_one_length_will_do():
+    answer = advised(MEMORY_BOUND, candidate(a=tried(0.7), b=tried(0.6)))
+    assert not any("Adaptive" in reason for reason in answer.reasons)
+
+
+def test_a_recommendation_can_be_taken_back():
+    answer = advised(MEMORY_BOUND, candidate(a=tried(0.7)))
+    taken_back = withdraw(answer, 0.9)
+    assert taken_back.verdict == "do not use"
+    assert f"should have been {answer.outcome.speedup:.2f} times as fast" in taken_back.headline
+    assert "(0.90 times as fast)" in taken_back.headline
+    assert "drafter" not in taken_back.code
 
 
 def test_with_nothing_tried_the_passes_still_speak():

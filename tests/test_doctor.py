@@ -12,11 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import specnb
-from specnb import cli, doctor
+from specnb import advice, cli, doctor
+from specnb.advice import Candidate
 from specnb.diagnosis import Diagnosis, LoopCost
 from specnb.doctor import Plan, diagnose
 from specnb.machine import describe_machine
 from specnb.profiling import PassCost, Rate
+from specnb.replay import Replay
 from specnb.workloads import Prompt
 from tests.tiny import VOCAB, perturbed, tiny_model
 
@@ -135,9 +137,14 @@ def test_a_whole_examination(llama, tokenizer, prompts, fast, capsys):
     if found.recommendation.verdict != "do not use":
         assert found.check.prompts == 2 and found.check.same_text == 2
         assert found.check.predicted > 0 and found.check.measured > 0
-    for part in ("This machine", "One pass of the model", "What more positions cost", "copy heavy summary",
-                 "Prompt lookup, tried on 4 answers", "A copy, tried", "What another drafter", "Answer"):  # fmt: skip
-        assert part in str(found)
+    parts = [
+        "This machine",
+        "One pass of the model",
+        "What more positions cost",
+        "96 tokens (greedy): prompt lookup, which",
+    ]
+    parts += ["a copy, which takes", "copy heavy summary", "What another drafter", "Answer"]
+    assert [part for part in parts if part not in str(found)] == []
     assert "Examined: 100%" in capsys.readouterr().err
     assert not llama._forward_hooks and not llama._forward_pre_hooks
     assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())
@@ -161,6 +168,37 @@ def test_the_check_runs_what_is_recommended(llama, tokenizer, prompts, passes, m
     assert mine.num_draft_tokens == 2
     assert found.check.predicted == pytest.approx(found.recommendation.outcome.speedup, rel=0.2)
     assert f"{found.check.predicted:.2f} was predicted" in str(found)
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(30.0, "use"), (60.0, "do not use")])
+def test_what_was_slower_when_it_was_run_is_not_recommended(
+    llama, tokenizer, prompts, passes, monkeypatch, ms, verdict
+):
+    passes(MEMORY_BOUND)
+    plain, drafted = (doctor._Decoded([1], [], [], ms) for ms in (50.0, ms))
+    monkeypatch.setattr(doctor, "_pair", lambda *_: (plain, drafted))
+    drafters = {"its copy": specnb.DraftModel(llama)}
+    found = examine(llama, tokenizer, prompts, drafters=drafters, quick=False)
+    assert found.recommendation.verdict == verdict
+    assert ("took longer when it was run (0.83 times as fast)" in " ".join(str(found).split())) == (verdict != "use")
+    assert "far from what was predicted" in str(found)
+    assert ("drafter=drafter" in str(found)) == (verdict == "use")
+
+
+@pytest.mark.parametrize(("verdict", "groups"), [("use", ("b",)), ("use for some", ("a", "c"))])
+def test_the_check_takes_prompts_that_the_drafter_is_meant_for(llama, monkeypatch, verdict, groups):
+    written = [doctor.Written(group, [1], [2]) for group in "abcabc"]
+    candidate = Candidate("lookup", "", "", tuple((w.group, Replay((0,), (0,))) for w in written))
+    outcome = advice.outcome(candidate, 2, specnb.CostCurve.free())
+    advised = advice.Recommendation(verdict, "", (), "", outcome, groups)
+    seen = []
+    run = doctor._Decoded([2], [], [], 1.0)
+    monkeypatch.setattr(doctor, "_pair", lambda model, answer, drafter: seen.append(answer.group) or (run, run))
+    plan = replace(PLAN, checked=10)
+    check = doctor._checked(
+        advised, llama, {"lookup": specnb.PromptLookup()}, written, specnb.CostCurve.free(), 0.0, plan
+    )
+    assert (check.prompts, seen) == (4, ["a", "c", "a", "c"])
 
 
 def test_plain_data_is_json(llama, tokenizer, prompts, fast):
@@ -324,7 +362,8 @@ def test_the_command_prints_a_report(folder, fast, capsys):
     assert cli.main(["doctor", "--model", str(folder), "--device", "cpu", "--quick", "--draft", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("specnb doctor: tiny-llama in float32 on cpu\n")
-    assert "Tiny-llama as draft model, tried on" in out
+    assert "the draft model tiny-llama, which takes" in out
+    assert all(line.endswith(" ms a guess") for line in out.splitlines() if "draft model tiny-llama, which" in line)
     assert out.index("This machine") < out.index("Answer")
     assert max(map(len, out.splitlines())) <= 110
     assert "Answers" in err

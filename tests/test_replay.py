@@ -94,6 +94,33 @@ def test_the_target_is_never_run(llama, written, monkeypatch):
     assert len(replay(llama, specnb.DraftModel(other), ids[0].tolist(), text).matched) == len(text)
 
 
+def test_a_draft_model_of_a_shorter_context_stops_where_generate_stops(llama, written):
+    ids, text = written
+    short = tiny_model(max_position_embeddings=len(ids[0]) + 15)
+    short.load_state_dict(llama.state_dict())
+    expected, _ = rounds_of_generate(llama, ids, specnb.DraftModel(short, 4), len(text))
+    tried = replay(llama, specnb.DraftModel(short), ids[0].tolist(), text)
+    assert tried.rounds(4) == expected
+    assert expected[-1] == (0, 0) and expected[0] == (4, 4)
+
+
+def test_a_draft_model_padded_to_other_sizes(written):
+    """The target's vocabulary is a little larger than the draft's, as when both are padded differently."""
+    ids, _ = written
+    target, draft = tiny_model(vocab_size=64), tiny_model(vocab_size=61, seed=0)
+    text = text_of(target, ids, 30)
+    expected, _ = rounds_of_generate(target, ids, specnb.DraftModel(draft, 3), len(text))
+    assert replay(target, specnb.DraftModel(draft), ids[0].tolist(), text).rounds(3) == expected
+
+
+@pytest.mark.parametrize("length", [1, 2, 6, 7, 8])
+def test_short_texts(llama, written, length):
+    ids, text = written
+    for drafter in (specnb.DraftModel(perturbed(llama), 4), specnb.PromptLookup(4)):
+        expected, _ = rounds_of_generate(llama, ids, drafter, length)
+        assert replay(llama, drafter, ids[0].tolist(), text[:length]).rounds(4) == expected
+
+
 def test_nothing_cannot_be_replayed(llama):
     with pytest.raises(ValueError, match="got 0 and 2 tokens"):
         replay(llama, specnb.PromptLookup(), [], [1, 2])
