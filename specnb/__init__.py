@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.doctor import diagnose
     from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
     from specnb.models import load_model
+    from specnb.offline import generate_many
     from specnb.oracle import exact_law
     from specnb.profiling import Roofline, arithmetic_peak, forward_cost, memory_bandwidth, roofline
     from specnb.report import GenerateOutput, Round, Stats
@@ -66,6 +67,7 @@ _HOMES = {
     "doctor": "diagnose",
     "drafters": "Draft Drafter DraftModel PromptLookup Scripted",
     "models": "load_model",
+    "offline": "generate_many",
     "oracle": "exact_law",
     "profiling": "Roofline arithmetic_peak forward_cost memory_bandwidth roofline",
     "report": "GenerateOutput Round Stats",

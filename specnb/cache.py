@@ -108,6 +108,7 @@ class RaggedCache(Cache):
         self.capacity, self.device, self.dtype = capacity, device, dtype
         self.lengths = torch.zeros(batch_size, dtype=torch.long)
         self.attended = 0
+        self.remembered: Any = None  # what a finished run left in it, see `specnb.reuse`
         self._slots: Tensor | None = None  # [R, T] where the pass under way writes
         self._start: int | None = None  # its first slot, if all its rows share it
         self._rows: slice | Tensor | None = None  # the rows it is over; None for all

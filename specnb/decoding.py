@@ -25,6 +25,7 @@ from specnb.prefill import prefill, same_bucket
 from specnb.preparation import Request, check_inputs, prepare, requests_of
 from specnb.processing import Processors, share_context_free
 from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
+from specnb.reuse import Remembered, cache_for
 from specnb.rows import Rows
 from specnb.verification import Verdict, judge_greedy, judge_sample, raise_for_nan
 
@@ -41,6 +42,8 @@ def generate(
     return_trace: bool | str = False,
     pass_width: int | None = None,
     streamer: Any = None,
+    cache: RaggedCache | None = None,
+    return_cache: bool = False,
     **generation_kwargs: Any,
 ) -> GenerateOutput:
     """Decode with guesses: the target's own text, in fewer target passes.
@@ -59,6 +62,10 @@ def generate(
             prompt alone bit for bit in bfloat16, and up to rounding in float32. Rows in different buckets of positions
             (256, 512, 1024, …) go through the model in passes of their own.
         streamer: a transformers streamer, for one row; sees the prompt first, then every new token once.
+        cache: the ``out.cache`` of an earlier call with this model and as many rows: what its rows and the prompts
+            have in common at the beginning is not read again. It is used up, and continued in ``out.cache``. With
+            ``pass_width`` only whole prefill chunks of its prompt are kept: the text stays the same bit for bit.
+        return_cache: keep the cache in ``out.cache`` for the next call.
         **generation_kwargs: as for ``model.generate``: max_new_tokens, eos_token_id, stop_strings,
             repetition_penalty, generation_config, logits_processor, stopping_criteria, … Lengths count a row's own
             tokens, without padding; processors and criteria are called with one unpadded row at a time.
@@ -82,7 +89,7 @@ def generate(
     share_context_free(requests)
     return decode_requests(
         model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,
-        return_trace=return_trace, seed=seed, show_prompt=True,
+        return_trace=return_trace, seed=seed, show_prompt=True, cache=cache, return_cache=return_cache,
     )  # fmt: skip
 
 
@@ -132,6 +139,8 @@ def decode_requests(
     return_trace: bool | str = False,
     seed: int | Sequence[int] | None = None,
     show_prompt: bool = False,
+    cache: RaggedCache | None = None,
+    return_cache: bool = False,
 ) -> GenerateOutput:
     """Decode prepared rows together and report."""
     started = time.perf_counter()
@@ -142,7 +151,7 @@ def decode_requests(
     if show_prompt and streamer is not None:
         streamer.put(input_ids.cpu())
     try:
-        run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed)
+        run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed, cache)
         if streamer is not None:
             run.listeners.append(StreamerListener(streamer))
         while run.rows.active:
@@ -151,7 +160,10 @@ def decode_requests(
         if streamer is not None:
             streamer.end()
     run.stats.seconds = time.perf_counter() - started
-    return run.output(input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0))
+    out = run.output(input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0))
+    if return_cache or cache is not None:
+        out.cache = run.remembering_cache()
+    return out
 
 
 def start(
@@ -162,6 +174,7 @@ def start(
     pass_width: int | None,
     return_trace: bool | str,
     seed: int | Sequence[int] | None,
+    cache: RaggedCache | None = None,
 ) -> Run:
     """Rows, caches and drafter as they stand after the prompts' prefill."""
     config, prompts = requests[0].config, [r.prompt for r in requests]
@@ -170,10 +183,11 @@ def start(
     checks.check_rope(model.config, max(len(p) + new for p, new in zip(prompts, budgets)) + (pass_width or drafted))
     rows = Rows(prompts, budgets, [r.criteria for r in requests])
     processors = Processors([r.processors for r in requests])
-    cache = RaggedCache(model.config, len(rows), 1)
+    fixed = pass_width is not None
+    cache = cache_for(prompts, model, cache, fixed=fixed)
     generators = row_generators(seed, len(rows), model.device)
     run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators)
-    prefill(model, cache, [prompt[:-1] for prompt in prompts], fixed=pass_width is not None)
+    prefill(model, cache, [prompt[n:-1] for prompt, n in zip(prompts, cache.lengths.tolist())], fixed=fixed)
     if drafter is not None:
         sampling = bool(config.do_sample)
         drafter.start(Session(model, rows, processors, compat.vocab_size(model), tokenizer, sampling, generators))
@@ -331,6 +345,13 @@ class Run:
             rounds = [with_probs(r, draft, p) for r in rounds]
         for listener in self.listeners:
             listener.on_commit(rounds)
+
+    def remembering_cache(self) -> RaggedCache:
+        """The cache, with what the next call has to know of it."""
+        read = [0 if self.pass_width is None else n - 1 for n in self.rows.prompt_lengths]
+        tokens = [self.rows.tokens(b) for b in range(len(self.rows))]
+        self.cache.remembered = Remembered(self.model, tokens, read)
+        return self.cache
 
     def output(self, input_ids: Tensor) -> GenerateOutput:
         """The report; ``input_ids`` [B, n] are the prompts as the caller gave them, padding included."""

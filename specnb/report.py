@@ -169,8 +169,10 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
         trace: list of `Round`, in order of rounds, then rows; None unless asked for.
         scores: with ``output_scores``: one tensor [B, V] per new token, the processed scores it was chosen from.
         logits: with ``output_logits``: the same before the processors.
+        cache: with ``return_cache``: the `RaggedCache`, for the ``cache=`` of the next call.
     """
 
     num_new_tokens: Tensor | None = None
     stats: Stats | None = None
     trace: list[Round] | None = None
+    cache: Any = None
