@@ -44,7 +44,16 @@ PREFILL = 2.0  # how much longer a prefill takes than its arithmetic alone
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. The seconds are rough, for the progress bar, but ``answers_seconds`` is kept to."""
+    """How much is measured.
+
+    Attributes:
+        positions: the T whose passes are timed; ``repeats``: how often each.
+        probes: readings of memory, and products, at each visit.
+        per_group: prompts of each kind; ``new_tokens``: tokens of each answer, at most.
+        checked: prompts the recommendation is run on.
+        cost_seconds, answers_seconds: at most for passes and for answers; a slow model gets fewer of both.
+        seconds: at most for the whole; what is left at the end goes into the check.
+    """
 
     positions: tuple[int, ...]
     repeats: int
@@ -54,14 +63,15 @@ class Plan:
     checked: int
     cost_seconds: float
     answers_seconds: float
+    seconds: float
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         return tuple(T - 1 for T in self.positions if T > 1)
 
 
-FULL = Plan((1, 2, 3, 4, 5, 6, 8, 10, 12, 16), 11, 9, 2, 64, 4, 20.0, 25.0)
-QUICK = Plan((1, 2, 3, 5, 8, 12, 16), 5, 3, 1, 40, 0, 5.0, 10.0)
+FULL = Plan((1, 2, 3, 4, 5, 6, 8, 10, 12, 16), 11, 9, 2, 64, 4, 20.0, 25.0, 75.0)
+QUICK = Plan((1, 2, 3, 5, 8, 12, 16), 5, 3, 1, 40, 0, 5.0, 10.0, 25.0)
 
 
 @dataclass
@@ -129,6 +139,7 @@ def _examine(
     stages = {"Memory and arithmetic": 3.0, "Cost of a pass": plan.cost_seconds, "Cost of the loop": 3.0,
               "Answers": plan.answers_seconds, "Drafters": 2.0, "Check": 3.0 * plan.checked}  # fmt: skip
     with _Course(progress, {label: seconds for label, seconds in stages.items() if seconds}) as course:
+        until = time.perf_counter() + plan.seconds
         with course.stage("Memory and arithmetic"):
             _probe(found, model, plan)
         with course.stage("Cost of a pass") as tell:
@@ -137,14 +148,13 @@ def _examine(
             _probe_again(found, model, plan)
             found.loop = _loop_cost(model, asked[0][1], plan)
         with course.stage("Answers") as tell:
-            written = _answers(model, asked, _affordable(found, asked, plan), tell)
+            seconds = min(plan.answers_seconds, (until - time.perf_counter()) / 2)
+            written = _answers(model, asked, _affordable(found, asked, plan.new_tokens, seconds), tell)
         with course.stage("Drafters"):
             _try_drafters(found, model, tokenizer, drafters, written, plan)
         if plan.checked:
-            with course.stage("Check"):
-                found.check = _checked(found.recommendation, model, drafters, written, found.cost, found.loop.ms, plan)
-                if found.recommendation is not None and found.check is not None and found.check.measured < 1:
-                    found.recommendation = advice.withdraw(found.recommendation, found.check.measured)
+            with course.stage("Check") as tell:
+                _check(found, model, drafters, written, plan.checked, until, tell)
 
 
 class _Course:
@@ -313,19 +323,19 @@ def _answers(
     return [Written(group, ids, text) for (group, ids), text in zip(chosen, texts)]
 
 
-def _affordable(found: Diagnosis, asked: Sequence[tuple[str, list[int]]], plan: Plan) -> tuple[int, int]:
+def _affordable(found: Diagnosis, asked: Sequence[tuple[str, list[int]]], new: int, seconds: float) -> tuple[int, int]:
     """How many prompts and new tokens fit the time: shorter answers first, then fewer prompts, at least one."""
     assert found.cost is not None and found.roofline is not None
     cost, longest = found.cost, max(len(ids) for _, ids in asked)
     prefill_ms = PREFILL * found.roofline.compute_ms  # of one position
 
-    def seconds(count: int, new: int) -> float:
+    def estimate(count: int, new: int) -> float:
         return (count * longest * prefill_ms + new * cost(count)) / 1000
 
-    count, new = len(asked), plan.new_tokens
-    while seconds(count, new) > plan.answers_seconds and new > SHORTEST_ANSWER:
+    count = len(asked)
+    while estimate(count, new) > seconds and new > SHORTEST_ANSWER:
         new = max(new * 3 // 4, SHORTEST_ANSWER)
-    while seconds(count, new) > plan.answers_seconds and count > 1:
+    while estimate(count, new) > seconds and count > 1:
         count -= 1
     return count, new
 
@@ -378,25 +388,49 @@ def _code_of(drafter: Drafter) -> tuple[str, str]:
     return f"{type(drafter).__name__}(num_draft_tokens={{k}})", ""
 
 
-def _checked(
-    advised: Recommendation | None, model: PreTrainedModel, drafters: Mapping[str, Drafter],
-    written: Sequence[Written], cost: PassCost, loop_ms: float, plan: Plan,
-) -> Check | None:  # fmt: skip
-    """Run the recommended drafter beside plain decoding, on some of the prompts it is meant for."""
+def _check(
+    found: Diagnosis, model: PreTrainedModel, drafters: Mapping[str, Drafter], written: Sequence[Written], wanted: int,
+    until: float, tell: Callable[[float], None],
+) -> None:  # fmt: skip
+    """Run the recommendation beside plain decoding; if it is slower there, it is none."""
+    advised = found.recommendation
+    assert found.cost is not None and found.loop is not None
     if advised is None or advised.outcome is None or advised.verdict == "do not use":
-        return None
+        return
     o = advised.outcome
-    meant = [i for i, answer in enumerate(written) if (answer.group in advised.groups) == (advised.verdict != "use")]
-    places = [meant[i] for i in _spread(len(meant), plan.checked)]
-    drafter = _with_k(drafters[o.candidate.title], o.k)
-    runs = [_pair(model, written[i], drafter) for i in places]
-    chosen = replace(o.candidate, replays=tuple(o.candidate.replays[i] for i in places))
-    return Check(
+    places = _meant(advised, written, wanted)
+    runs = _pairs(model, [written[i] for i in places], _with_k(drafters[o.candidate.title], o.k), until, tell)
+    chosen = replace(o.candidate, replays=tuple(o.candidate.replays[i] for i in places[: len(runs)]))
+    found.check = Check(
         prompts=len(runs),
-        predicted=advice.outcome(chosen, o.k, cost, loop_ms).speedup,
+        predicted=advice.outcome(chosen, o.k, found.cost, found.loop.ms).speedup,
         measured=sum(plain.ms for plain, _ in runs) / sum(drafted.ms for _, drafted in runs),
         same_text=sum(plain.text == drafted.text for plain, drafted in runs),
     )
+    if found.check.measured < 1:
+        found.recommendation = advice.withdraw(advised, found.check.measured)
+
+
+def _meant(advised: Recommendation, written: Sequence[Written], wanted: int) -> list[int]:
+    """Some places among the answers of the kinds that the drafter is recommended for, spread over them."""
+    wants = advised.verdict == "use for some"  # then groups are those to use it for, otherwise those to leave out
+    meant = [i for i, answer in enumerate(written) if (answer.group in advised.groups) == wants]
+    return [meant[i] for i in _spread(len(meant), wanted)]
+
+
+def _pairs(
+    model: PreTrainedModel, answers: Sequence[Written], drafter: Drafter, until: float, tell: Callable[[float], None]
+) -> list[tuple[_Decoded, _Decoded]]:
+    """Plain and drafted in turn, for each answer; at least one, and no more than there is time for."""
+    runs: list[tuple[_Decoded, _Decoded]] = []
+    for answer in answers:
+        started, new = time.perf_counter(), len(answer.text)
+        runs.append((_decoded(model, answer.prompt, new), _decoded(model, answer.prompt, new, drafter)))
+        tell(len(runs) / len(answers))
+        now = time.perf_counter()
+        if now + (now - started) > until:
+            break
+    return runs
 
 
 def _with_k(drafter: Drafter, k: int) -> Drafter:
@@ -404,11 +438,6 @@ def _with_k(drafter: Drafter, k: int) -> Drafter:
     twin = copy.copy(drafter)
     twin.num_draft_tokens = k
     return twin
-
-
-def _pair(model: PreTrainedModel, answer: Written, drafter: Drafter) -> tuple[_Decoded, _Decoded]:
-    new = len(answer.text)
-    return _decoded(model, answer.prompt, new), _decoded(model, answer.prompt, new, drafter)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -22,7 +22,7 @@ from specnb.replay import Replay
 from specnb.workloads import Prompt
 from tests.tiny import VOCAB, perturbed, tiny_model
 
-PLAN = Plan((1, 2, 3, 5, 9), 2, 1, 1, 24, 2, 5.0, 5.0)
+PLAN = Plan((1, 2, 3, 5, 9), 2, 1, 1, 24, 2, 5.0, 5.0, 100.0)
 MEMORY_BOUND = {1: 50.0, 2: 51.0, 3: 52.0, 5: 54.0, 9: 58.0}
 COMPUTE_BOUND = {T: 50.0 * T for T in MEMORY_BOUND}
 
@@ -176,7 +176,7 @@ def test_what_was_slower_when_it_was_run_is_not_recommended(
 ):
     passes(MEMORY_BOUND)
     plain, drafted = (doctor._Decoded([1], [], [], ms) for ms in (50.0, ms))
-    monkeypatch.setattr(doctor, "_pair", lambda *_: (plain, drafted))
+    monkeypatch.setattr(doctor, "_decoded", lambda model, prompt, new, drafter=None: drafted if drafter else plain)
     drafters = {"its copy": specnb.DraftModel(llama)}
     found = examine(llama, tokenizer, prompts, drafters=drafters, quick=False)
     assert found.recommendation.verdict == verdict
@@ -186,19 +186,28 @@ def test_what_was_slower_when_it_was_run_is_not_recommended(
 
 
 @pytest.mark.parametrize(("verdict", "groups"), [("use", ("b",)), ("use for some", ("a", "c"))])
-def test_the_check_takes_prompts_that_the_drafter_is_meant_for(llama, monkeypatch, verdict, groups):
+def test_the_check_takes_prompts_that_the_drafter_is_meant_for(verdict, groups):
     written = [doctor.Written(group, [1], [2]) for group in "abcabc"]
-    candidate = Candidate("lookup", "", "", tuple((w.group, Replay((0,), (0,))) for w in written))
-    outcome = advice.outcome(candidate, 2, specnb.CostCurve.free())
+    outcome = advice.outcome(Candidate("lookup", "", "", (("a", Replay((0,), (0,))),)), 2, specnb.CostCurve.free())
     advised = advice.Recommendation(verdict, "", (), "", outcome, groups)
-    seen = []
-    run = doctor._Decoded([2], [], [], 1.0)
-    monkeypatch.setattr(doctor, "_pair", lambda model, answer, drafter: seen.append(answer.group) or (run, run))
-    plan = replace(PLAN, checked=10)
-    check = doctor._checked(
-        advised, llama, {"lookup": specnb.PromptLookup()}, written, specnb.CostCurve.free(), 0.0, plan
-    )
-    assert (check.prompts, seen) == (4, ["a", "c", "a", "c"])
+    assert doctor._meant(advised, written, 10) == [0, 2, 3, 5]
+    assert doctor._meant(advised, written, 2) == [2, 5]
+
+
+def test_the_check_ends_when_time_is_up(llama, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: now[0])
+
+    def decoded(model, prompt, new, drafter=None):
+        now[0] += 5.0
+        return prompt
+
+    monkeypatch.setattr(doctor, "_decoded", decoded)
+    answers = [doctor.Written("a", [i], [1, 2]) for i in range(6)]
+    shares = []
+    assert doctor._pairs(llama, answers, specnb.PromptLookup(), 35.0, shares.append) == [([i], [i]) for i in range(3)]
+    assert shares == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert len(doctor._pairs(llama, answers, specnb.PromptLookup(), 0.0, shares.append)) == 1
 
 
 def test_plain_data_is_json(llama, tokenizer, prompts, fast):
@@ -252,8 +261,7 @@ def test_slow_models_get_less_to_do(llama, pass_ms, size):
     found = Diagnosis("tiny", "float32", describe_machine())
     found.cost = PassCost((1, 4), (pass_ms / 4, pass_ms), samples=((), ()))
     found.roofline = specnb.roofline(llama, bandwidth=1e10, peak=1e11)
-    plan = replace(PLAN, new_tokens=64, answers_seconds=6.5)
-    assert doctor._affordable(found, [("a", [1] * 5)] * 4, plan) == size
+    assert doctor._affordable(found, [("a", [1] * 5)] * 4, 64, 6.5) == size
 
 
 def test_prompts_that_do_not_fit_are_left_out(tokenizer, fast):
@@ -280,7 +288,7 @@ def test_what_is_no_model_is_refused(tokenizer):
 
 # --- interrupted ---
 
-STEPS = ["memory_bandwidth", "forward_cost", "_loop_cost", "_answers", "replay", "_checked"]
+STEPS = ["memory_bandwidth", "forward_cost", "_loop_cost", "_answers", "replay", "_decoded"]
 
 
 @pytest.mark.parametrize("step", STEPS)
