@@ -163,7 +163,7 @@ def _use(o: Outcome, cost: CostCurve) -> Recommendation:
     slower = tuple(group for group, gain in o.by_group.items() if gain < 1 / WORTH)
     headline = f"Use {o.candidate.title} with k = {o.k}: {o.speedup:.2f} times as fast as plain decoding."
     if slower:
-        headline += f" Leave it out for prompts of the kind {listed(slower)}, where it is slower."
+        headline += f" Leave it out for {listed(slower)} prompts, where it is slower."
     reasons = (_cost_of(o.k, cost), _balance(o), *_extremes(o), *_mixed(o))
     return Recommendation("use", headline, reasons, _code(o), o, slower)
 
@@ -173,8 +173,8 @@ def _use_for_some(o: Outcome, cost: CostCurve) -> Recommendation:
     gains = [o.by_group[group] for group in good]
     span = f"{min(gains):.2f}" if len(gains) == 1 else f"{min(gains):.2f} to {max(gains):.2f}"
     headline = (
-        f"Use {o.candidate.title} with k = {o.k} only for prompts of the kind {listed(good)}: {span} times "
-        "as fast as plain decoding there. For others do not use it."
+        f"Use {o.candidate.title} with k = {o.k} only for {listed(good)} prompts: {span} times as fast as plain "
+        "decoding there. For others do not use it."
     )
     over_all = f"Over all prompts: {_balance(o)[0].lower()}{_balance(o)[1:]}"
     reasons = (_cost_of(o.k, cost), over_all, *_extremes(o), *_mixed(o))

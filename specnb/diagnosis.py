@@ -64,6 +64,7 @@ class Diagnosis:
         outcomes: what each drafter brings, by number of drafted tokens.
         recommendation: what to do.
         check: how the recommendation did when it was run.
+        quick: whether the short form was asked for.
         interrupted: whether Ctrl-C cut it short.
         seconds: what the examination took.
     """
@@ -81,6 +82,7 @@ class Diagnosis:
     outcomes: list[Outcome] = field(default_factory=list)
     recommendation: Recommendation | None = None
     check: Check | None = None
+    quick: bool = False
     interrupted: bool = False
     seconds: float = 0.0
 
@@ -208,6 +210,8 @@ def _notes(d: Diagnosis) -> list[str]:
         )
     if d.check is not None and abs(d.check.measured / d.check.predicted - 1) > BUSY:
         notes.append("What was measured in the end is far from what was predicted: trust neither before you try again.")
+    if d.quick and d.recommendation is not None:
+        notes.append(f"Quick: {d.answers} short answers decide. Without --quick there are more, and the result is run.")
     notes += _dtype_note(d)
     return [line for note in notes for line in _wrapped(f"Note: {note}")]
 
@@ -263,6 +267,7 @@ def _as_dict(d: Diagnosis) -> dict[str, Any]:
         "outcomes": [_outcome_dict(o) for o in d.outcomes],
         "recommendation": None if d.recommendation is None else _recommendation_dict(d.recommendation),
         "check": None if d.check is None else asdict(d.check),
+        "quick": d.quick,
         "interrupted": d.interrupted,
         "seconds": d.seconds,
     }

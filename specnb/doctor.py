@@ -119,7 +119,7 @@ def diagnose(
     started = time.perf_counter()
     checks.check_model(model)
     title = name or Path(model.config.name_or_path or type(model).__name__).name
-    found = Diagnosis(title, str(model.dtype).removeprefix("torch."), describe_machine(model.device))
+    found = Diagnosis(title, str(model.dtype).removeprefix("torch."), describe_machine(model.device), quick=quick)
     plan = QUICK if quick else FULL
     tried = {"prompt lookup": PromptLookup(max(plan.draft_lengths))} if drafters is None else dict(drafters)
     asked = _prompts_that_fit(model, tokenizer, prompts, plan)
@@ -185,7 +185,7 @@ class _Course:
 
     def _tell(self, done: float) -> None:
         if self.bar is not None:
-            self.bar.update(done)
+            self.bar.update(min(done, 0.99 * sum(self.stages.values())))  # all is done only at the end
 
 
 # --- what is measured ---

@@ -128,7 +128,7 @@ def test_kinds_of_prompts_that_lose_are_left_out():
     answer = advised(CostCurve((1, 2, 13), (50.0, 60.0, 80.0)), candidate(copies=tried(0.9), open_story=tried(0.0)))
     assert answer.verdict == "use"
     assert answer.groups == ("open_story",)
-    assert "Leave it out for prompts of the kind open story" in answer.headline
+    assert "Leave it out for open story prompts" in answer.headline
     assert "most with copies" in answer.reasons[-2]
     wrapped = re.search(r"drafter = (.*) chooses anew in every round", answer.reasons[-1]).group(1)
     assert isinstance(eval(wrapped, {"specnb": specnb}), specnb.Adaptive)
@@ -140,7 +140,7 @@ def test_where_only_some_kinds_gain_these_are_named():
     answer = advised(cost, candidate(copies=tried(0.9, places=200), **story))
     assert answer.verdict == "use for some"
     assert answer.groups == ("copies",)
-    assert "only for prompts of the kind copies" in answer.headline
+    assert "only for copies prompts" in answer.headline
     assert answer.outcome.by_group["copies"] > 1.15
 
 

@@ -327,6 +327,13 @@ def test_doubtful_numbers_are_said_to_be():
     assert "scattered by 38%" in report_of(cost=busy)
 
 
+def test_a_quick_answer_is_said_to_be_one(llama, tokenizer, prompts, passes):
+    passes(MEMORY_BOUND)
+    drafters = {"its copy": specnb.DraftModel(llama)}
+    reports = [str(examine(llama, tokenizer, prompts, drafters=drafters, quick=quick)) for quick in (True, False)]
+    assert ["Quick: 4 short answers decide" in report for report in reports] == [True, False]
+
+
 def test_threads_left_idle_are_named():
     idle = replace(describe_machine(), threads=1, cores=4, instructions="AVX")
     assert "torch uses 1 of 4 cores: OMP_NUM_THREADS=4" in report_of(machine=idle)
