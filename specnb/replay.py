@@ -24,6 +24,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from specnb import checks, compat
+from specnb.adaptive import Adaptive
 from specnb.cache import context_size, target_pass
 from specnb.drafters import Drafter, DraftModel
 from specnb.drafters.base import Session
@@ -86,10 +87,14 @@ def replay(
         tokenizer: the target's, for drafters that want one.
 
     Raises:
-        ValueError: for an empty prompt or text, and whatever the drafter raises.
+        ValueError: for an empty prompt or text, for `Adaptive`, and whatever the drafter raises.
     """
     if not prompt or not text:
         raise ValueError(f"A replay needs a prompt and a text; got {len(prompt)} and {len(text)} tokens.")
+    if isinstance(drafter, Adaptive):
+        raise ValueError(
+            "Adaptive chooses by the times of a real run, which a replay lacks. Replay the drafter inside it."
+        )
     rows = Rows([list(prompt)], [len(text)], [StoppingCriteriaList()])
     session = Session(model, rows, Processors([LogitsProcessorList()]), compat.vocab_size(model), tokenizer)
     started = perf_counter()

@@ -28,7 +28,7 @@ def written(llama):
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("kind", [name for name in DRAFTERS if name != "none"])
+@pytest.mark.parametrize("kind", ["lookup", "copy", "perturbed", "always wrong", "now and then"])
 def test_the_rounds_are_those_of_generate(llama, written, kind, k):
     ids, text = written
     drafter = DRAFTERS[kind](llama)
@@ -126,6 +126,11 @@ def test_nothing_cannot_be_replayed(llama):
         replay(llama, specnb.PromptLookup(), [], [1, 2])
     with pytest.raises(ValueError, match="got 1 and 0 tokens"):
         replay(llama, specnb.PromptLookup(), [1], [])
+
+
+def test_a_drafter_that_goes_by_the_clock_cannot_be_replayed(llama):
+    with pytest.raises(ValueError, match=r"Adaptive chooses .* Replay the drafter inside it"):
+        replay(llama, specnb.Adaptive(specnb.PromptLookup()), [1], [2, 3])
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(llama):
