@@ -68,7 +68,7 @@ class Recommendation:
     """The answer.
 
     Attributes:
-        verdict: "use", "use for some" (groups) or "do not use".
+        verdict: "use", "use for some" (groups), "do not use", or "measure again" if the times tell nothing.
         headline: the answer in a sentence or two.
         reasons: the numbers behind it, in sentences.
         code: lines to copy.
@@ -255,6 +255,15 @@ def withdraw(advised: Recommendation, measured: float) -> Recommendation:
         f"({measured:.2f} times as fast)."
     )
     return Recommendation("do not use", headline, advised.reasons, PLAIN, advised.outcome)
+
+
+def undecided(advised: Recommendation, doubt: float) -> Recommendation:
+    """No recommendation: the times contradict each other by this share of themselves."""
+    headline = (
+        f"Measure again: times of the same pass differ by {doubt:.0%}, so that nothing can be recommended. Run this "
+        "when nothing else is running."
+    )
+    return Recommendation("measure again", headline, (), PLAIN, advised.outcome)
 
 
 def better_drafters(cost: CostCurve, alphas: Sequence[float] = (0.5, 0.7, 0.9)) -> list[tuple[float, int, float]]:

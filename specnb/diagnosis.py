@@ -14,7 +14,8 @@ from specnb.advice import Candidate, Outcome, Recommendation
 from specnb.machine import Machine
 from specnb.profiling import PassCost, Rate, Roofline, quantity
 
-BUSY = 0.15  # times that scatter more than this share deserve a warning
+BUSY = 0.15  # times that scatter more than this share deserve a warning,
+TOO_BUSY = 0.5  # and no conclusions
 BAR = 30  # columns of the longest bar
 WIDTH = 100  # columns of the report
 
@@ -204,9 +205,9 @@ def _notes(d: Diagnosis) -> list[str]:
     m = d.machine
     if m.instructions and m.threads < m.cores:
         notes.append(f"torch uses {m.threads} of {m.cores} cores: OMP_NUM_THREADS={m.cores} lets it use all of them.")
-    if d.cost is not None and (scatter := _scatter(d.cost)) > BUSY:
+    if d.cost is not None and (doubt := doubt_about(d.cost)) > BUSY:
         notes.append(
-            f"Times scattered by {scatter:.0%}: something else was running. Try again before you trust the digits."
+            f"Times scattered by {doubt:.0%}: something else was running. Try again before you trust the digits."
         )
     if d.check is not None and abs(d.check.measured / d.check.predicted - 1) > BUSY:
         notes.append("What was measured in the end is far from what was predicted: trust neither before you try again.")
@@ -216,9 +217,10 @@ def _notes(d: Diagnosis) -> list[str]:
     return [line for note in notes for line in _wrapped(f"Note: {note}")]
 
 
-def _scatter(cost: PassCost) -> float:
-    """The typical spread of a time, as a share of it."""
-    return median(spread / ms for spread, ms in zip(cost.spread, cost.milliseconds))
+def doubt_about(cost: PassCost) -> float:
+    """How far its times contradict each other: their typical spread, or by how much a pass was faster than over one."""
+    spread = median(0.0 if math.isnan(spread) else spread / ms for spread, ms in zip(cost.spread, cost.milliseconds))
+    return max(spread, 1 - min(cost.milliseconds) / cost(1))
 
 
 def _dtype_note(d: Diagnosis) -> list[str]:

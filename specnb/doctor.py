@@ -30,7 +30,7 @@ from specnb import advice, checks, cli
 from specnb.advice import Candidate, Recommendation
 from specnb.cache import context_size
 from specnb.decoding import generate
-from specnb.diagnosis import Check, Diagnosis, LoopCost
+from specnb.diagnosis import TOO_BUSY, Check, Diagnosis, LoopCost, doubt_about
 from specnb.drafters import Drafter, DraftModel, PromptLookup
 from specnb.machine import describe_machine
 from specnb.profiling import PassCost, Rate, arithmetic_peak, forward_cost, memory_bandwidth, roofline, synchronise
@@ -368,6 +368,8 @@ def _try_drafters(
             advice.outcome(candidate, k, found.cost, found.loop.ms) for k in _lengths(drafter, plan.draft_lengths)
         ]
         found.recommendation = advice.recommend(found.outcomes, found.cost)  # of those tried so far
+        if (doubt := doubt_about(found.cost)) > TOO_BUSY:
+            found.recommendation = advice.undecided(found.recommendation, doubt)
 
 
 def _lengths(drafter: Drafter, lengths: Sequence[int]) -> list[int]:
@@ -395,7 +397,7 @@ def _check(
     """Run the recommendation beside plain decoding; if it is slower there, it is none."""
     advised = found.recommendation
     assert found.cost is not None and found.loop is not None
-    if advised is None or advised.outcome is None or advised.verdict == "do not use":
+    if advised is None or advised.outcome is None or advised.verdict not in ("use", "use for some"):
         return
     o = advised.outcome
     places = _meant(advised, written, wanted)

@@ -134,7 +134,7 @@ def test_a_whole_examination(llama, tokenizer, prompts, fast, capsys):
     assert found.loop.ms > 0 and 0 < found.loop.share < 1
     assert not found.interrupted and found.seconds > 0
     assert {o.k for o in found.outcomes} == {1, 2, 4, 8}
-    if found.recommendation.verdict != "do not use":
+    if found.check is not None:  # depends on how long tiny passes take
         assert found.check.prompts == 2 and found.check.same_text == 2
         assert found.check.predicted > 0 and found.check.measured > 0
     parts = [
@@ -210,7 +210,8 @@ def test_the_check_ends_when_time_is_up(llama, monkeypatch):
     assert len(doctor._pairs(llama, answers, specnb.PromptLookup(), 0.0, shares.append)) == 1
 
 
-def test_plain_data_is_json(llama, tokenizer, prompts, fast):
+def test_plain_data_is_json(llama, tokenizer, prompts, passes):
+    passes(MEMORY_BOUND)
     drafters = {"nothing": specnb.Scripted(lambda context: [], 2)}  # α is NaN: JSON has no such number
     found = examine(llama, tokenizer, prompts, drafters=drafters)
     data = json.loads(json.dumps(found.as_dict(), allow_nan=False))
@@ -332,6 +333,26 @@ def test_a_quick_answer_is_said_to_be_one(llama, tokenizer, prompts, passes):
     drafters = {"its copy": specnb.DraftModel(llama)}
     reports = [str(examine(llama, tokenizer, prompts, drafters=drafters, quick=quick)) for quick in (True, False)]
     assert ["Quick: 4 short answers decide" in report for report in reports] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("samples", "tells"),
+    [
+        ({1: (10.0, 10.0, 10.1), 5: (12.0, 12.1, 12.1)}, True),
+        ({1: (10.0, 10.0, 90.0), 5: (12.0, 40.0, 99.0)}, False),  # nothing repeats itself
+        ({1: (99.0, 99.0, 99.0), 5: (12.0, 12.0, 12.0)}, False),  # five positions in an eighth of the time of one
+    ],
+)
+def test_times_that_tell_nothing_lead_to_no_advice(llama, tokenizer, prompts, passes, monkeypatch, samples, tells):
+    passes(MEMORY_BOUND)
+    middle = tuple(sorted(times)[1] for times in samples.values())
+    cost = PassCost(tuple(samples), middle, context=20, samples=tuple(samples.values()))
+    monkeypatch.setattr(doctor, "forward_cost", lambda *_, **__: cost)
+    run = doctor._Decoded([1], [], [], 1.0)
+    monkeypatch.setattr(doctor, "_decoded", lambda *_: run)
+    found = examine(llama, tokenizer, prompts, drafters={"its copy": specnb.DraftModel(llama)}, quick=False)
+    assert found.recommendation.verdict == ("use" if tells else "measure again")
+    assert (found.check is None) == ("Measure again" in str(found)) == (not tells)
 
 
 def test_threads_left_idle_are_named():
