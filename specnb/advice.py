@@ -238,7 +238,7 @@ def _extremes(o: Outcome) -> list[str]:
 
 def _mixed(o: Outcome) -> list[str]:
     """Where kinds of prompts differ so much that no single k suits them."""
-    if min(o.by_group.values()) >= 1:
+    if min(o.by_group.values()) >= 0.98:
         return []
     longest = 2 * max(o.k, 4)
     wrapped = f"specnb.Adaptive({o.candidate.code.format(k=longest)})"
