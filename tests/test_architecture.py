@@ -41,6 +41,7 @@ def imports_of(path: Path) -> set[str]:
         ("rows.py", {"specnb.report"}),
         ("cache.py", {"specnb.compat"}),
         ("prefill.py", {"specnb.cache"}),
+        ("reuse.py", {"specnb.cache", "specnb.prefill"}),
         ("drafters/base.py", {"specnb.verification"}),
         ("drafters/scripted.py", {"specnb.drafters.base"}),
         ("drafters/prompt_lookup.py", {"specnb.drafters.base"}),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb import RaggedCache, target_pass
-from specnb.cache import bucket_size
+from specnb.cache import bucket_size, for_all_rows
 from tests.tiny import CONTEXT, fresh_logits, prompt, tiny_model
 
 MODEL = tiny_model("llama")
@@ -115,6 +115,37 @@ def test_a_row_does_not_see_its_neighbours():
     torch.testing.assert_close(
         target_pass(MODEL, together, torch.full((3, 2), 5))[1], target_pass(MODEL, alone, torch.full((1, 2), 5))[0]
     )
+
+
+@pytest.mark.parametrize("level", [True, False])
+@pytest.mark.parametrize("rows", [[1], [0, 1], [1, 2], [0, 2], [2, 0], [2, 0, 1], [0, 1, 2]], ids=str)
+def test_a_pass_over_some_rows_leaves_the_others_alone(rows, level):
+    """Neighbouring or scattered, in any order, at one place or ragged."""
+    cache, tokens = filled(batch=3)
+    cache.rollback(0 if level else [3, 0, 1])
+    known = [row[:n].tolist() for row, n in zip(tokens, cache.lengths.tolist())]
+    before = [layer.keys.clone() for layer in cache.layers]
+    new = prompt(4, seed=7, batch=3)
+    logits = target_pass(MODEL, cache, new[rows], rows=rows)
+    for scores, b in zip(logits, rows):
+        expected = fresh_logits(MODEL, torch.tensor([known[b] + new[b].tolist()]))[0, -4:]
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
+    assert cache.lengths.tolist() == [len(row) + 4 * (b in rows) for b, row in enumerate(known)]
+    for layer, keys in zip(cache.layers, before):
+        others = [b for b in range(3) if b not in rows]
+        assert torch.equal(layer.keys[others], keys[others])
+    whole = for_all_rows(logits, rows, 3)
+    assert all(torch.equal(whole[b], logits[rows.index(b)] if b in rows else 0 * whole[b]) for b in range(3))
+
+
+def test_a_cleared_row_is_empty_and_no_nan_of_it_spreads():
+    cache, _ = filled(batch=2)
+    for layer in cache.layers:
+        layer.keys[0], layer.values[0] = float("nan"), float("nan")
+    cache.clear(0)
+    assert cache.lengths.tolist() == [0, 6]
+    logits = target_pass(MODEL, cache, torch.tensor([[5, 6]]), rows=[0])
+    torch.testing.assert_close(logits, fresh_logits(MODEL, torch.tensor([[5, 6]])), atol=1e-4, rtol=0)
 
 
 def test_positions_beyond_the_context_are_filler_not_an_index_error():

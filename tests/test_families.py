@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import specnb
 from tests.tiny import FAMILIES, plain, prompt, tiny_model
 
-pytestmark = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+both = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 
+@both
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_drafter_gives_the_text_of_plain_generate(family, attention, make_drafter):
     model = tiny_model(family, attention)
@@ -20,18 +23,28 @@ def test_every_drafter_gives_the_text_of_plain_generate(family, attention, make_
     assert out.sequences.tolist() == expected.tolist()
 
 
+@functools.cache
+def alone(family, attention, length):
+    """What the prompt of this length becomes by itself."""
+    return plain(tiny_model(family, attention), prompt(length, seed=length), max_new_tokens=16)[0, length:].tolist()
+
+
+BATCHES = [("eager", (12, 1, 7)), ("sdpa", (12, 1, 7)), ("sdpa", (300, 1)), ("sdpa", (40, 1, 300, 7, 80, 250, 120, 9))]
+
+
+@pytest.mark.parametrize(("attention", "lengths"), BATCHES, ids=lambda x: x if isinstance(x, str) else f"B = {len(x)}")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_rows_give_the_text_of_each_prompt_alone(family, attention, make_drafter):
-    model = tiny_model(family, attention)
-    rows = [prompt(n, seed=n)[0] for n in (12, 1, 7)]
-    padded = torch.stack([torch.cat([torch.zeros(12 - len(row), dtype=torch.long), row]) for row in rows])
-    mask = torch.stack([(torch.arange(12) >= 12 - len(row)).long() for row in rows])
+def test_ragged_rows_give_the_text_of_each_prompt_alone(family, attention, lengths, make_drafter):
+    model, longest = tiny_model(family, attention), max(lengths)
+    rows = [prompt(n, seed=n)[0] for n in lengths]
+    padded = torch.stack([torch.cat([torch.zeros(longest - len(row), dtype=torch.long), row]) for row in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(row)).long() for row in rows])
     out = specnb.generate(model, padded, make_drafter(model), attention_mask=mask, max_new_tokens=16)
-    for b, row in enumerate(rows):
-        alone = plain(model, row[None], max_new_tokens=16)
-        assert out.sequences[b, 12:].tolist() == alone[0, len(row) :].tolist(), f"row {b}"
+    for b, n in enumerate(lengths):
+        assert out.sequences[b, longest:].tolist() == alone(family, attention, n), f"row {b}"
 
 
+@both
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_sliding_window_of_8_with_a_prompt_of_12(family, attention):
     model = tiny_model(family, attention)
@@ -42,6 +55,7 @@ def test_sliding_window_of_8_with_a_prompt_of_12(family, attention):
         assert float(out.stats.alpha) == 1
 
 
+@both
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_rejected_drafts_leave_the_cache_as_a_fresh_prefill(family, attention):
     model = tiny_model(family, attention)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import specnb
 from specnb.cache import bucket_size
-from tests.tiny import FAMILIES, perturbed, plain, prompt, tiny_model
+from tests.tiny import FAMILIES, plain, prompt, tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -59,14 +61,24 @@ def test_every_pass_has_the_width(llama, monkeypatch):
     assert set(widths[prefill_passes:]) == {8}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_of_a_batch_equals_the_prompt_alone_bit_for_bit(dtype):
+BATCHES = [(40, 3), (250, 3, 300), (250, 3, 300, 33, 1, 255, 120, 491)]  # the last two lie in two buckets
+
+
+@functools.cache
+def alone(length, dtype):
     model = tiny_model("llama").to(dtype)
-    rows = [prompt(n, seed=n)[0] for n in (40, 3, 33)]
-    padded = torch.stack([torch.cat([torch.zeros(40 - len(row), dtype=torch.long), row]) for row in rows])
-    mask = torch.stack([(torch.arange(40) >= 40 - len(row)).long() for row in rows])
-    drafter = specnb.DraftModel(perturbed(model), 5)
-    out = specnb.generate(model, padded, drafter, attention_mask=mask, max_new_tokens=20, pass_width=8)
-    for b, row in enumerate(rows):
-        alone = specnb.generate(model, row[None], max_new_tokens=20, pass_width=8)
-        assert out.sequences[b, 40:].tolist() == alone.sequences[0, len(row) :].tolist()
+    ids = prompt(length, seed=length)
+    return specnb.generate(model, ids, max_new_tokens=20, pass_width=8).sequences[0, length:].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"B = {len(lengths)}")
+def test_a_row_of_a_batch_equals_the_prompt_alone_bit_for_bit(lengths, dtype, make_drafter):
+    """Neighbours in other buckets included; some rows change theirs at different rounds."""
+    model, longest = tiny_model("llama").to(dtype), max(lengths)
+    rows = [prompt(n, seed=n)[0] for n in lengths]
+    padded = torch.stack([torch.cat([torch.zeros(longest - len(row), dtype=torch.long), row]) for row in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(row)).long() for row in rows])
+    out = specnb.generate(model, padded, make_drafter(model), attention_mask=mask, max_new_tokens=20, pass_width=8)
+    for b, n in enumerate(lengths):
+        assert out.sequences[b, longest:].tolist() == alone(n, dtype)
