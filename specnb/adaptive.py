@@ -78,6 +78,8 @@ class Adaptive(Drafter):
             raise TypeError(f"Adaptive wraps a drafter that is not adaptive itself, got {drafter!r}.")
         if costs is not None and not isinstance(costs, CostCurve):
             raise TypeError(f"costs must be a specnb.CostCurve or None, got {type(costs).__name__}.")
+        if not callable(clock):
+            raise TypeError(f"clock must be a function that returns seconds, got {clock!r}.")
         super().__init__(drafter.num_draft_tokens)
         round_cost(1, 0.0 if c is None else c)  # refuses a c that is none
         self.drafter, self.clock = drafter, clock
@@ -253,6 +255,8 @@ class Adaptive(Drafter):
             self.acceptance.learn(b, kind, position, True)
         if grown <= sent and not rows.finished[b]:  # a row that ended may have ended on a guess that passed
             self.acceptance.learn(b, kind, grown - 1, False)
+        if 0 < sent < grown:
+            self.acceptance.missed(b, kind, sent)
         withheld = now.withheld(b)
         if sent:  # a round that was played takes the place of one that was only watched
             self._shadows[b] = withheld if grown > sent else None

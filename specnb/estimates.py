@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 
 from specnb.theory import CostCurve
@@ -23,26 +23,31 @@ class Chance:
 
     Args:
         fade: what an outcome still counts after one more.
+        prior_fade: the same for the prior; 1 if it is one that goes on being good advice.
     """
 
-    PRIOR_WEIGHT = 3.0
+    PRIOR_WEIGHT = 2.0  # in outcomes, before the first one
 
-    __slots__ = ("fade", "passed", "reached")
+    __slots__ = ("fade", "passed", "prior_fade", "prior_weight", "reached")
 
-    def __init__(self, fade: float) -> None:
-        self.fade, self.passed, self.reached = fade, 0.0, 0.0
+    def __init__(self, fade: float, prior_fade: float) -> None:
+        self.fade, self.prior_fade, self.prior_weight = fade, prior_fade, self.PRIOR_WEIGHT
+        self.passed = self.reached = 0.0
 
     def given(self, prior: float) -> float:
-        """The chance, with a prior that counts as ``PRIOR_WEIGHT`` outcomes."""
-        return (self.passed + self.PRIOR_WEIGHT * prior) / (self.reached + self.PRIOR_WEIGHT)
+        """The chance, with this prior."""
+        return (self.passed + self.prior_weight * prior) / (self.reached + self.prior_weight)
 
     def learn(self, passed: bool) -> None:
         self.passed = self.fade * self.passed + passed
         self.reached = self.fade * self.reached + 1.0
+        self.prior_weight *= self.prior_fade
 
     def weaken(self, factor: float) -> None:
-        """Trust what was seen less: its outcomes count ``factor`` times what they did."""
+        """Outcomes count ``factor`` times what they did, and the prior more in their place."""
+        lost = (1.0 - factor) * self.reached
         self.passed, self.reached = factor * self.passed, factor * self.reached
+        self.prior_weight = min(self.prior_weight + lost, self.PRIOR_WEIGHT)
 
 
 class Acceptance:
@@ -53,7 +58,7 @@ class Acceptance:
         shared: what earlier runs have learned, to go on from.
     """
 
-    FADE, SHARED_FADE = 0.9, 0.98
+    FADE, SHARED_FADE, MISSED_FADE = 0.9, 0.95, 0.97
     FIRST_GUESS = 0.5  # the chance of a kind of guess nobody has tried
 
     def __init__(self, rows: int, shared: dict[Kind, list[Chance]] | None = None) -> None:
@@ -75,11 +80,21 @@ class Acceptance:
 
     def learn(self, row: int, kind: Kind, position: int, passed: bool) -> None:
         """A guess that was reached at this position (counted from 0) passed, or did not."""
-        for seen, fade in ((self.rows[row], self.FADE), (self.shared, self.SHARED_FADE)):
+        fades = (self.FADE, 1.0), (self.SHARED_FADE, self.SHARED_FADE)
+        for seen, (fade, prior_fade) in zip((self.rows[row], self.shared), fades):
             chances = seen.setdefault(kind, [])
             while len(chances) <= position:
-                chances.append(Chance(fade))
+                chances.append(Chance(fade, prior_fade))
             chances[position].learn(passed)
+
+    def missed(self, row: int, kind: Kind, position: int) -> None:
+        """A guess at this position would have been reached, but was not made: what is known of it grows old.
+
+        Otherwise a few bad outcomes would keep drafts short for ever.
+        """
+        for seen in (self.rows[row], self.shared):
+            for chance in seen.get(kind, ())[position : position + 1]:
+                chance.weaken(self.MISSED_FADE)
 
     def weaken(self, factor: float) -> None:
         """The rows' own outcomes are old news; what all rows have seen stays."""
@@ -140,13 +155,16 @@ class RoundCosts:
     GIVEN = 3
     SLOPE = 0.03  # what a further position is expected to add to a pass nobody has timed, in one-position passes
     C = 0.1  # what a draft step is expected to cost before one was timed, likewise
+    DRIFT = 16  # passes that tell the machine's drift
     STALE = 256  # passes after which a size that was not seen again is slowly forgotten
 
     def __init__(self, curve: CostCurve | None = None, c: float | None = None, longest: int = 1) -> None:
         self.passes: dict[int, Times] = {}  # ms by size
         self.drafts: dict[int, Times] = {}  # ms by number of drafted tokens
         self.drift = 1.0
-        self._ratios, self._latest_drafts = Times(), Times()
+        self._ratios: deque[tuple[int, float]] = deque(maxlen=self.DRIFT)  # (size, time over what it was before)
+        self._usual = 0
+        self._latest_drafts = Times()
         self._seen: dict[int, int] = {}  # size → when
         self._now = 0
         self.given_c, self.longest = c, longest
@@ -158,13 +176,25 @@ class RoundCosts:
         """A pass over ``size`` positions took so long."""
         times = self.passes.setdefault(size, Times())
         if len(times) > 1:
-            self._ratios.add(max(ms, TICK) / times.median)
-            self.drift = self._ratios.median
+            self._ratios.append((size, max(ms, TICK) / times.median))
+            self.drift = self._present_drift()
         times.add(max(ms / self.drift, TICK))
         self._now += 1
         self._seen[size] = self._now
         if self._now % (self.STALE // 4) == 0:
             self._forget_stale()
+
+    def _present_drift(self) -> float:
+        """How much slower the machine is than it was, by the latest passes of one size that is often seen of late.
+
+        It follows within two passes, before sizes would take a slower machine for their own doing. One size alone tells
+        it, and goes on to tell it while it is seen, so that two that disagree do not pull it to and fro.
+        """
+        seen = Counter(size for size, _ in self._ratios)
+        usual = max(seen, key=lambda size: (seen[size], -size))
+        if 2 * seen[self._usual] < seen[usual]:
+            self._usual = usual
+        return lower_median([ratio for size, ratio in self._ratios if size == self._usual][-3:])
 
     def _forget_stale(self) -> None:
         """A size thought slow would never be tried again: take away one of its old times, in the end all of them."""

@@ -11,6 +11,7 @@ import transformers
 import specnb
 from tests import workers
 from tests.tiny import perturbed, tiny_model
+from tests.world import Paced
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -53,6 +54,12 @@ def llama():
     return tiny_model("llama")
 
 
+def adaptive(drafter: specnb.Drafter, c: float) -> specnb.Adaptive:
+    """Adaptive by a clock that is the same in every run: drafting takes c seconds a token, a pass about one second."""
+    paced = Paced(drafter, c)
+    return specnb.Adaptive(paced, clock=paced.clock)
+
+
 # Every lossless drafter, as a function of the target. Greedy and statistical tests run over all of them.
 DRAFTERS = {
     "none": lambda model: None,
@@ -60,6 +67,7 @@ DRAFTERS = {
     "copy": lambda model: specnb.DraftModel(model),
     "perturbed": lambda model: specnb.DraftModel(perturbed(model), num_draft_tokens=3),
     "always wrong": lambda model: specnb.Scripted(lambda context: [(context[-1] + 1 + i) % 7 for i in range(4)]),
+    "adaptive": lambda model: adaptive(specnb.PromptLookup(), 0.0),
     "now and then": lambda model: specnb.Scripted(lambda context: context[: len(context) % 4]),
 }
 

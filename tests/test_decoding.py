@@ -140,7 +140,9 @@ def test_the_same_drafter_object_twice_is_as_good_as_new(llama, make_drafter):
     first = specnb.generate(llama, IDS, drafter, max_new_tokens=20, return_trace=True)
     specnb.generate(llama, other, drafter, max_new_tokens=9)
     again = specnb.generate(llama, IDS, drafter, max_new_tokens=20, return_trace=True)
-    assert again.trace == first.trace
+    assert again.sequences.tolist() == first.sequences.tolist()
+    if not isinstance(drafter, specnb.Adaptive):  # which knows by now what drafts are worth
+        assert again.trace == first.trace
 
 
 # --- decode, behind model.generate ---
@@ -361,6 +363,8 @@ def test_a_refused_run_shows_the_streamer_nothing(llama, wrong):
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"repetition_penalty": 1.4}], ids=str)
 def test_a_rows_draws_do_not_depend_on_its_neighbours(llama, make_drafter, options):
+    if isinstance(make_drafter(llama), specnb.Adaptive):
+        pytest.skip("rows share the width of a pass, so how much an adaptive drafter drafts depends on the neighbours")
     ids = torch.tensor([[0] * 5 + IDS[0, :7].tolist(), IDS[0].tolist(), prompt(12, seed=3)[0].tolist()])
     mask = (torch.arange(12) >= torch.tensor([5, 0, 0])[:, None]).long()
     options = dict(options, do_sample=True, max_new_tokens=12)
