@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from specnb import compat
 
 SMALLEST_BUCKET = 256
+RAGGED_ATTENTION = "specnb_ragged"  # attention that reads the cache itself and takes places for a mask: compiled.py
 GROWTH = 256  # slots added at least when a cache has to grow
 
 
@@ -110,6 +111,7 @@ class RaggedCache(Cache):
         self.attended = 0
         self.remembered: Any = None  # what a finished run left in it, see `specnb.reuse`
         self._slots: Tensor | None = None  # [R, T] where the pass under way writes
+        self._places: Tensor | None = None  # the same with row numbers, made when they are asked for
         self._start: int | None = None  # its first slot, if all its rows share it
         self._rows: slice | Tensor | None = None  # the rows it is over; None for all
 
@@ -165,11 +167,21 @@ class RaggedCache(Cache):
                 f"{width} more tokens do not fit: a row holds {longest} of {self.capacity} slots. "
                 "Roll back first, or make room with cache.reserve(...)."
             )
-        self._slots = (lengths[:, None] + torch.arange(width)).to(device)
+        self._slots, self._places = (lengths[:, None] + torch.arange(width)).to(device), None
         self._start = longest if bool((lengths == longest).all()) else None
         self._rows = None if rows is None else _selection(rows, device)
         self.attended = attended or longest + width
         return self._slots
+
+    @property
+    def places(self) -> Tensor:
+        """Where the planned pass writes, [R, 1, 1, T + 1]: the slots of each row, then the row's number."""
+        if self._places is None:
+            assert self._slots is not None
+            rows = torch.arange(len(self.lengths), device=self._slots.device)
+            rows = rows if self._rows is None else rows[self._rows]
+            self._places = torch.cat([self._slots, rows[:, None]], dim=1)[:, None, None]
+        return self._places
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Store new [R, H, T, D] in buffer [B, H, capacity, D] at the planned rows and slots."""
@@ -278,7 +290,8 @@ def target_pass(
         arguments["logits_to_keep"] = 1
     if compat.accepts(model, "position_ids"):
         arguments["position_ids"] = slots.clamp(max=context_size(model.config) - 1)  # filler may reach beyond
-    mask = _masks(cache, slots, model.dtype)
+    reads_cache = model.config._attn_implementation == RAGGED_ATTENTION
+    mask = cache.places if reads_cache else _masks(cache, slots, model.dtype)
     tokens = tokens.to(model.device)
     try:
         out = model(input_ids=tokens, attention_mask=mask, use_cache=True, return_dict=True, **arguments)

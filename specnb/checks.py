@@ -198,6 +198,11 @@ def check_pass_width(pass_width: Any) -> None:
         raise ValueError(f"pass_width must be a whole number of at least 1 (positions per pass), got {pass_width!r}.")
 
 
+def check_compile(compile: Any) -> None:
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile must be True or False, got {compile!r}.")
+
+
 def check_same_vocabulary(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None, draft_tokenizer: Any = None
 ) -> None:

@@ -1,0 +1,376 @@
+"""The fast pass on a CPU: a twin of the model with its own kernels, its layers compiled once.
+
+`compile=True` makes `specnb.generate` run its passes through such a twin. It shares the model's parameters, holds a
+packed copy of the matrices, and takes the model's place in `target_pass`:
+
+* linear layers read packed weights (`specnb.kernels.packed_linear`),
+* attention looks straight into the `RaggedCache` (`specnb.kernels.ragged_attention`): no mask, no repeated heads,
+* what remains of a layer (norms, rotations, activations) is fused by ``torch.compile``: one layer is compiled, once per
+  number of rows and positions, and serves all layers of its kind.
+
+Measured, piece by piece, in notebook 07.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module as stateless
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from specnb import compat, kernels
+from specnb.cache import RAGGED_ATTENTION, RaggedCache, RaggedLayer, target_pass
+from specnb.progress import Progress
+
+OPTIONS = {
+    "cpp.threads": 1,  # what is left are a few thousand numbers a kernel: a second thread costs more than it brings
+    "size_asserts": False,  # a graph serves caches of any capacity: only the kernels look at the buffers
+}
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read the same input
+STEP = 4  # passes are compiled for multiples of this many positions
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a twin's logits, as a share of the largest one
+
+
+class PackedLinear(nn.Module):
+    """``nn.Linear`` (or transformers' ``Conv1D``) over packed weights, for inference.
+
+    Args:
+        weight: [N, K], float32 or bfloat16, on the CPU.
+        bias: [N] or None.
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("packed", kernels.pack(weight), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] → [..., N]."""
+        return torch.ops.specnb.packed_linear(x, self.packed, self.bias, self.out_features)
+
+
+class Joined(nn.Module):
+    """The packed weights of layers that read the same input, one after another: [P, K, …]."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layers: list[PackedLinear]) -> None:
+        super().__init__()
+        self.out_features = sum(layer.out_features for layer in layers)
+        self.register_buffer("packed", torch.cat([layer.packed for layer in layers]), persistent=False)
+        biases = [layer.bias if layer.bias is not None else torch.zeros(layer.out_features) for layer in layers]
+        some = any(layer.bias is not None for layer in layers)
+        self.register_buffer("bias", torch.cat(biases) if some else None, persistent=False)
+
+
+class Part(nn.Module):
+    """One of the joined layers. In a graph all parts call the same product, and the compiler keeps one of the calls."""
+
+    def __init__(self, joined: Joined, first: int, out_features: int) -> None:
+        super().__init__()
+        self.__dict__["joined"] = joined  # a module of the parent, not of its parts
+        self.first, self.out_features = first, out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined: Any = self.joined
+        end = self.first + self.out_features
+        if _tracing:
+            y = torch.ops.specnb.packed_linear(x, joined.packed, joined.bias, joined.out_features)
+            return y[..., self.first : end]
+        packed = joined.packed[self.first // kernels.PANEL : end // kernels.PANEL]
+        bias = None if joined.bias is None else joined.bias[self.first : end]
+        return torch.ops.specnb.packed_linear(x, packed, bias, self.out_features)
+
+
+_tracing = False  # whether a layer is being turned into a graph
+
+
+class LayerView:
+    """One layer of a `RaggedCache` as a layer of the twin sees it: tensors, and no number that differs by layer."""
+
+    def __init__(self, layer: RaggedLayer, places: Tensor) -> None:
+        self.layer, self.places = layer, places
+        self.keys, self.values = layer.keys, layer.values  # None before the cache's first pass
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, places: Tensor) -> LayerView:
+        """The same, from tensors alone."""
+        view = cls.__new__(cls)
+        view.keys, view.values, view.places = keys, values, places
+        return view
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; hand the whole buffers to `attention`."""
+        if self.keys is None:
+            self.layer.lazy_initialization(key, value)
+            self.keys, self.values = self.layer.keys, self.layer.values
+        torch.ops.specnb.ragged_store(self.keys, self.values, key, value, self.places)
+        return self.keys, self.values
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface, over a cache's whole buffers; places [R, 1, 1, T + 1] come as the mask.
+
+    Args:
+        query: [R, H, T, D]; key, value: buffers [B, H_kv, capacity, D].
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("soft-capped attention and attention sinks")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.specnb.ragged_attention(query, key, value, attention_mask, scale, sliding_window or 0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(RAGGED_ATTENTION, attention)
+
+
+def compiled_width(num_draft_tokens: int) -> int:
+    """The pass width that ``compile=True`` alone means: the draft and the token before it, up to a multiple of 4."""
+    return -(-(num_draft_tokens + 1) // STEP) * STEP
+
+
+class Unsupported(RuntimeError):
+    """The model has something the twin cannot reproduce; the message says what was seen."""
+
+
+class Twin:
+    """A model's fast double: `network` takes the model's place in `target_pass`.
+
+    Attributes:
+        network: the copy with packed layers and `attention`.
+        widths: numbers of positions whose passes are compiled; others (prefill) run layer by layer.
+        narrows: whether a pass over fewer positions gives the same bits, so that filler can be left out.
+
+    Raises:
+        kernels.NoCompiler: where nothing can be built.
+        Unsupported: if the twin's logits are not the model's.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.network = packed_copy(model)
+        self.network.set_attn_implementation(RAGGED_ATTENTION)
+        self.widths: set[int] = set()
+        self.narrows = True
+        self.graphs: dict[Any, Callable[..., Any]] = {}
+        for index, layer in enumerate(blocks(self.network)):
+            tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+            layer.forward = functools.partial(self.run_layer, layer, tensors, index)
+        compare(probe(model, 5), probe(self.network, 5))
+
+    def width_of(self, positions: int, pass_width: int) -> int:
+        """Positions of a pass that needs this many: filler up to a multiple of 4, or up to the whole pass width."""
+        return min(-(-positions // STEP) * STEP, pass_width) if self.narrows else pass_width
+
+    def warm_up(self, pass_width: int) -> None:
+        """Compile the passes that a run of this width needs, and compare them with each other and with the network.
+
+        Raises:
+            Unsupported: if a compiled pass computes something else.
+        """
+        widths = [self.width_of(n, pass_width) for n in range(1, pass_width + 1, STEP)]
+        missing = [width for width in dict.fromkeys(reversed(widths)) if width not in self.widths]
+        if not missing:
+            return
+        plain = probe(self.network, pass_width)
+        with Progress("Compiling the pass, once for this model and width", len(missing), "sizes") as progress:
+            for done, width in enumerate(missing):
+                self.widths.add(width)
+                logits = probe(self.network, width)
+                compare(plain[:, :width], logits)
+                progress.update(done + 1)
+        whole = probe(self.network, pass_width)
+        self.narrows &= all(torch.equal(probe(self.network, width), whole[:, :width]) for width in missing)
+
+    def target_pass(self, cache: RaggedCache, tokens: Tensor, rows: list[int]) -> Tensor:
+        """`target_pass` over these rows; the last is repeated up to a power of two, so that few sizes are compiled."""
+        spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
+        padded = torch.cat([tokens, tokens[-1:].expand(spare, -1)])
+        return target_pass(self.network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
+
+    def run_layer(self, layer: nn.Module, own: dict[str, Tensor], index: int, *args: Any, **kwargs: Any) -> Any:
+        """A layer's forward with its own part of the cache in the cache's place; compiled once per kind and shape."""
+        cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, RaggedCache))
+        view = LayerView(cache.layers[index], cache.places)
+        args = tuple(view if value is cache else value for value in args)
+        kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        positions = view.places.shape[-1] - 1
+        if positions not in self.widths or view.keys is None:
+            plain = type(layer).forward(layer, *args, **kwargs)  # also allocates the cache's buffers
+            if positions not in self.widths:
+                return plain
+        inputs: list[Tensor] = []
+        form = disassemble((args, kwargs), inputs)
+        kind = (type(layer), form, view.places.shape)
+        if kind not in self.graphs:
+            self.graphs[kind] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
+        return self.graphs[kind](*inputs, *own.values())
+
+
+def probe(network: PreTrainedModel, width: int) -> Tensor:
+    """Logits [1, width, V] of a pass over fixed tokens, after a short prompt."""
+    vocabulary = network.get_input_embeddings().num_embeddings
+    tokens = torch.arange(3, 3 + 7 * (11 + width), 7)[None] % vocabulary
+    cache = RaggedCache(network.config, 1, 11 + width)
+    target_pass(network, cache, tokens[:, :11], need_logits=False)
+    return target_pass(network, cache, tokens[:, 11:])
+
+
+def compare(expected: Tensor, got: Tensor) -> None:
+    """Raise `Unsupported` unless the logits agree up to rounding."""
+    gap = float((expected.float() - got.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))
+    if not gap <= TOLERANCE[expected.dtype]:
+        raise Unsupported(f"its fast pass gives other logits: they differ by {gap:.1%} of the largest one")
+
+
+_twins: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Twin | None]] = weakref.WeakKeyDictionary()
+
+
+def twin_for(model: PreTrainedModel, pass_width: int) -> Twin | None:
+    """The model's twin, compiled for this width; made once, and again if the weights have changed since.
+
+    Returns:
+        None, after a warning that says why, where there can be none.
+    """
+    version = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+    made, twin = _twins.get(model, (None, None))
+    try:
+        if made != version:
+            twin = Twin(model)
+            _twins[model] = version, twin
+        if twin is not None:
+            twin.warm_up(pass_width)
+    except Exception as error:  # whatever the compiler trips over, the model itself still works
+        _twins[model] = version, None
+        reason = str(error).strip() or type(error).__name__
+        warnings.warn(f"compile=True: {type(model).__name__} runs uncompiled: {reason}.", stacklevel=4)
+        return None
+    return twin
+
+
+def disassemble(value: Any, tensors: list[Tensor]) -> Any:
+    """Take the tensors out of nested arguments; returns their form, which is equal for equal constants."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor
+    if isinstance(value, LayerView):
+        tensors += (value.keys, value.values, value.places)
+        return LayerView
+    if isinstance(value, (list, tuple)):
+        return tuple([disassemble(item, tensors) for item in value])
+    if isinstance(value, dict):
+        return (dict, *[(name, disassemble(item, tensors)) for name, item in value.items()])
+    return value
+
+
+def assemble(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """The inverse of `disassemble`."""
+    if form is Tensor:
+        return next(tensors)
+    if form is LayerView:
+        return LayerView.of(next(tensors), next(tensors), next(tensors))
+    if isinstance(form, tuple) and form and form[0] is dict:
+        return {name: assemble(item, tensors) for name, item in form[1:]}
+    if isinstance(form, tuple):
+        return tuple(assemble(item, tensors) for item in form)
+    return form
+
+
+def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A layer's forward as one graph over tensors only, so that the layers of a kind can share it.
+
+    Traced here and not by ``torch.compile``, whose check of the arguments costs 0.1 ms a layer and pass.
+    """
+
+    def forward(*tensors: Tensor) -> Any:
+        own = dict(zip(names, tensors[-len(names) :]))
+        args, kwargs = assemble(form, iter(tensors))
+        with stateless(layer, own):
+            return type(layer).forward(layer, *args, **kwargs)
+
+    global _tracing
+    _tracing = True
+    try:
+        graph = make_fx(forward, decomposition_table=select_decomp_table())(*inputs)
+    finally:
+        _tracing = False
+    graph = GraphModule(graph, fx_graph_cse(graph.graph))
+    with inductor_config.patch(OPTIONS):
+        compiled: Any = compile_fx(graph, inputs)
+    return compiled
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's decoder layers, in order: the longest list of modules it has.
+
+    Raises:
+        NotImplementedError: if it has none.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    wanted = compat.text_config(model.config).num_hidden_layers
+    for modules in lists:
+        if len(modules) == wanted:
+            return list(modules)
+    raise NotImplementedError("no list of decoder layers")
+
+
+def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with its linear layers packed; parameters are shared, and the original is not touched.
+
+    Layers of other types, dtypes or devices stay as they are.
+
+    Raises:
+        kernels.NoCompiler: where the kernel cannot be built.
+    """
+    kernels.library()
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    twin = copy.deepcopy(model, shared)
+    for module in list(twin.modules()):
+        for name, child in list(module.named_children()):
+            if (weight := _matrix(child)) is not None:
+                setattr(module, name, PackedLinear(weight, child.bias))
+        for names in TOGETHER:
+            join(module, names)
+    return twin.eval()
+
+
+def join(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Make these children parts of one product, if all are there, packed, and end where a panel ends."""
+    layers: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
+        return
+    joined = Joined(layers)
+    module.add_module("joined_" + "_".join(names), joined)
+    first = 0
+    for name, layer in zip(names, layers):
+        setattr(module, name, Part(joined, first, layer.out_features))
+        first += layer.out_features
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    """The module's weights [N, K] if the kernel can take its place."""
+    if type(module) not in (nn.Linear, Conv1D):
+        return None
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    return weight if weight.dtype in kernels.DTYPES and weight.device.type == "cpu" else None
