@@ -176,7 +176,7 @@ class Twin:
         self.graphs: dict[Any, Callable[..., Any]] = {}
         for index, layer in enumerate(blocks(self.network)):
             tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
-            layer.forward = functools.partial(self.run_layer, layer, tensors, index)
+            layer.forward = functools.partial(self.run_layer, layer, tensors, traits(layer), index)
         compare(probe(model, 5), probe(self.network, 5))
 
     def width_of(self, positions: int, pass_width: int) -> int:
@@ -209,7 +209,9 @@ class Twin:
         padded = torch.cat([tokens, tokens[-1:].expand(spare, -1)])
         return target_pass(self.network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
 
-    def run_layer(self, layer: nn.Module, own: dict[str, Tensor], index: int, *args: Any, **kwargs: Any) -> Any:
+    def run_layer(
+        self, layer: nn.Module, own: dict[str, Tensor], kind: Any, index: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """A layer's forward with its own part of the cache in the cache's place; compiled once per kind and shape."""
         cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, RaggedCache))
         view = LayerView(cache.layers[index], cache.places)
@@ -222,10 +224,21 @@ class Twin:
                 return plain
         inputs: list[Tensor] = []
         form = disassemble((args, kwargs), inputs)
-        kind = (type(layer), form, view.places.shape)
-        if kind not in self.graphs:
-            self.graphs[kind] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
-        return self.graphs[kind](*inputs, *own.values())
+        case = (kind, form, view.places.shape)
+        if case not in self.graphs:
+            self.graphs[case] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
+        return self.graphs[case](*inputs, *own.values())
+
+
+def traits(layer: nn.Module) -> Any:
+    """What layers must have in common to share a graph: their classes and plain attributes, but not their number."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, type(module), attribute, value)
+        for name, module in layer.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, plain) and attribute != "layer_idx"
+    )
 
 
 def probe(network: PreTrainedModel, width: int) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from specnb import checks, compat
 from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, target_pass
+from specnb.compiled import Twin, compiled_width, twin_for
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.prefill import prefill, same_bucket
 from specnb.preparation import Request, check_inputs, prepare, requests_of
@@ -41,6 +42,7 @@ def generate(
     seed: int | Sequence[int] | None = None,
     return_trace: bool | str = False,
     pass_width: int | None = None,
+    compile: bool = False,
     streamer: Any = None,
     cache: RaggedCache | None = None,
     return_cache: bool = False,
@@ -61,6 +63,10 @@ def generate(
             also in bfloat16 (in float32 take a multiple of 4). Drafts are cut to W - 1. A row of a batch equals its
             prompt alone bit for bit in bfloat16, and up to rounding in float32. Rows in different buckets of positions
             (256, 512, 1024, …) go through the model in passes of their own.
+        compile: passes through the model's compiled twin (`specnb.compiled`), on a CPU in float32 or bfloat16.
+            Compiled once per model and number of positions, in seconds; where that is not possible a warning says why,
+            and the pass runs uncompiled. Implies a pass width: by default num_draft_tokens + 1, rounded up to a
+            multiple of 4.
         streamer: a transformers streamer, for one row; sees the prompt first, then every new token once.
         cache: the ``out.cache`` of an earlier call with this model and as many rows: what its rows and the prompts
             have in common at the beginning is not read again. It is used up, and continued in ``out.cache``. With
@@ -88,8 +94,9 @@ def generate(
         requests += prepare(model, prompt, tokenizer, for_row(b, generation_kwargs))
     share_context_free(requests)
     return decode_requests(
-        model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, streamer=streamer,
-        return_trace=return_trace, seed=seed, show_prompt=True, cache=cache, return_cache=return_cache,
+        model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, compile=compile,
+        streamer=streamer, return_trace=return_trace, seed=seed, show_prompt=True, cache=cache,
+        return_cache=return_cache,
     )  # fmt: skip
 
 
@@ -102,6 +109,7 @@ def decode(
     generation_config: GenerationConfig,
     drafter: Drafter | None = None,
     pass_width: int | None = None,
+    compile: bool = False,
     return_trace: bool | str = False,
     streamer: Any = None,
     seed: int | Sequence[int] | None = None,
@@ -121,7 +129,7 @@ def decode(
     prompts = checks.unpadded_rows(input_ids, model_kwargs.get("attention_mask"))
     requests = requests_of(prompts, input_ids.shape[1], logits_processor, stopping_criteria, generation_config)
     out = decode_requests(
-        model, input_ids, requests, drafter, pass_width=pass_width, return_trace=return_trace,
+        model, input_ids, requests, drafter, pass_width=pass_width, compile=compile, return_trace=return_trace,
         streamer=streamer or compat.calling_streamer(), seed=seed,
     )  # fmt: skip
     return out if generation_config.return_dict_in_generate else out.sequences
@@ -135,6 +143,7 @@ def decode_requests(
     *,
     tokenizer: Any = None,
     pass_width: int | None = None,
+    compile: bool = False,
     streamer: Any = None,
     return_trace: bool | str = False,
     seed: int | Sequence[int] | None = None,
@@ -146,12 +155,13 @@ def decode_requests(
     started = time.perf_counter()
     checks.check_drafter(drafter)
     checks.check_pass_width(pass_width)
+    checks.check_compile(compile)
     checks.check_return_trace(return_trace)
     checks.check_streamer(streamer, len(requests))
     if show_prompt and streamer is not None:
         streamer.put(input_ids.cpu())
     try:
-        run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed, cache)
+        run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed, cache, compile)
         if streamer is not None:
             run.listeners.append(StreamerListener(streamer))
         while run.rows.active:
@@ -175,19 +185,22 @@ def start(
     return_trace: bool | str,
     seed: int | Sequence[int] | None,
     cache: RaggedCache | None = None,
+    compile: bool = False,
 ) -> Run:
     """Rows, caches and drafter as they stand after the prompts' prefill."""
     config, prompts = requests[0].config, [r.prompt for r in requests]
     budgets = checks.context_budgets([len(p) for p in prompts], [r.budget for r in requests], model.config)
     drafted = drafter.num_draft_tokens if drafter is not None else 0
+    pass_width = compiled_width(drafted) if compile and pass_width is None else pass_width
     checks.check_rope(model.config, max(len(p) + new for p, new in zip(prompts, budgets)) + (pass_width or drafted))
     rows = Rows(prompts, budgets, [r.criteria for r in requests])
     processors = Processors([r.processors for r in requests])
     fixed = pass_width is not None
     cache = cache_for(prompts, model, cache, fixed=fixed)
     generators = row_generators(seed, len(rows), model.device)
-    run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators)
-    prefill(model, cache, [prompt[n:-1] for prompt, n in zip(prompts, cache.lengths.tolist())], fixed=fixed)
+    twin = twin_for(model, pass_width) if compile and pass_width is not None else None
+    run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators, twin)
+    prefill(run.network, cache, [prompt[n:-1] for prompt, n in zip(prompts, cache.lengths.tolist())], fixed=fixed)
     if drafter is not None:
         sampling = bool(config.do_sample)
         drafter.start(Session(model, rows, processors, compat.vocab_size(model), tokenizer, sampling, generators))
@@ -239,8 +252,10 @@ class Run:
         pass_width: int | None = None,
         return_trace: bool | str = False,
         generators: list[torch.Generator] | None = None,
+        twin: Twin | None = None,
     ) -> None:
-        self.generators = generators
+        self.generators, self.twin = generators, twin
+        self.network = model if twin is None else twin.network  # what the passes go through
         self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
         self.config, self.pass_width = config, pass_width
         self.sampling = [bool(config.do_sample)] * len(rows)
@@ -252,7 +267,7 @@ class Run:
     def round(self) -> None:
         """One round for all rows: each one writes 1 to k + 1 tokens, from one target pass."""
         draft = self.propose()
-        tokens = self.rows.pass_tokens(draft, self.pass_width or 1 + draft.tokens.shape[1])  # [B, T]
+        tokens = self.rows.pass_tokens(draft, self.positions(draft))  # [B, T]
         before = self.cache.lengths
         logits = self.target_pass(tokens)  # [B, T, V]
         p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # [B, K+1, V], as scores
@@ -273,6 +288,16 @@ class Run:
             draft = checks.checked_draft(self.drafter.draft(self.rows, limits), limits, compat.vocab_size(self.model))
         return draft.to(self.model.device)
 
+    def positions(self, draft: Draft) -> int:
+        """T of the round's pass: the newest token and the longest draft, and filler up to a fixed width.
+
+        A twin's rows do not depend on filler, bit for bit; there some of it is left out.
+        """
+        needed = 1 + draft.tokens.shape[1]
+        if self.pass_width is None:
+            return needed
+        return self.pass_width if self.twin is None else self.twin.width_of(needed, self.pass_width)
+
     def limits(self) -> list[int]:
         """How many guesses each row can use: its budget must hold one token more, the pass and its bucket too."""
         k = self.drafter.num_draft_tokens if self.drafter is not None else 0
@@ -288,7 +313,7 @@ class Run:
         A fixed width also fixes how many slots a row attends to: then it is one pass for each bucket that rows lie in.
         """
         active, before = self.rows.active, self.cache.lengths
-        groups = [active] if self.pass_width is None else same_bucket(self.cache, active)
+        groups = same_bucket(self.cache, active) if self.pass_width is not None and self.twin is None else [active]
         try:
             parts = [self.pass_over(rows, tokens[rows]) for rows in groups]
         except BaseException:
@@ -302,6 +327,8 @@ class Run:
         longest, width = max(self.cache.lengths[rows].tolist()), tokens.shape[1]
         attended = None if self.pass_width is None else bucket_size(longest)
         self.cache.reserve((attended or longest) + width)
+        if self.twin is not None:
+            return self.twin.target_pass(self.cache, tokens, rows)
         return target_pass(self.model, self.cache, tokens, rows=rows, attended=attended)
 
     def judge(self, draft: Draft, p: Tensor) -> Verdict:
