@@ -92,7 +92,8 @@ class Job:
     def __init__(
         self, batcher: Batcher, number: int, request: Request, seed: int, on_tokens: Callable[[list[int]], Any] | None
     ) -> None:
-        self._batcher, self._request, self._seed, self._on_tokens = batcher, request, seed, on_tokens
+        self._batcher, self._seed, self._on_tokens = batcher, seed, on_tokens
+        self._request: Request | None = request  # let go once it has a slot: a server keeps many jobs
         self.number, self.prompt, self.tokens = number, request.prompt, list[int]()
         self.stats, self.status, self.slot = Stats(1), "waiting", -1
         self.finish_reason: str | None = None
@@ -187,7 +188,7 @@ class Batcher:
         max_waiting: int | None = None,
         pass_width: int | None = None,
         tokenizer: Any = None,
-        prefill_chunk: int = 64,
+        prefill_chunk: int = 128,
         **generation_kwargs: Any,
     ) -> None:
         checks.check_model(model)
@@ -349,7 +350,9 @@ class Batcher:
             job = self._waiting.popleft()
             job.slot, job.status, job._joined = slot, "reading", time.perf_counter()
             self._running[slot] = job
-            self._slots.join(slot, job._request)
+            request, job._request = job._request, None
+            assert request is not None
+            self._slots.join(slot, request)
 
     def _begin(self) -> None:
         for job in self._running.values():
@@ -391,6 +394,7 @@ class Batcher:
             del self._running[job.slot]
             self._slots.leave(job.slot)
         job.status, job.finish_reason, job.error, job._ended = "done", reason, error, time.perf_counter()
+        job._request = job._on_tokens = None
 
     # --- for whoever waits ---
 

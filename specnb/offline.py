@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specnb.batching import Batcher, Completion, Job, prompt_ids
 from specnb.drafters.base import Drafter
+from specnb.prefill import CHUNK
 from specnb.progress import Progress
 
 FORMAT = "specnb completions 1"
@@ -63,8 +64,11 @@ def generate_many(
         ValueError: if the file was written with other settings, or for other prompts.
         what the model or the drafter raises, once the finished prompts are in the file.
     """
-    batcher = Batcher(model, drafter, max_batch=max_batch, pass_width=pass_width, tokenizer=tokenizer,
-                      **generation_kwargs)  # fmt: skip
+    batcher = Batcher(
+        model, drafter, max_batch=max_batch, pass_width=pass_width, tokenizer=tokenizer,
+        prefill_chunk=CHUNK,  # nobody watches a text grow: what counts is that all slots are in use
+        **generation_kwargs,
+    )  # fmt: skip
     record = None if path is None else Record(Path(path), settings(model, seed, pass_width, generation_kwargs))
     return _run(batcher, prompts, seed, record, progress)
 
