@@ -12,21 +12,24 @@ The prediction knows, all measured in the same run:
     predicted = prompt + start + Σ over rounds (v(1 + drafted) + loop + drafted · cost per drafted token)
 
 With a fixed pass width all passes cost the same, and plain decoding's rounds tell how much: v stands for nothing then,
-and "loop" is the whole round. Derived in notebook 07.
+and "loop" is the whole round. Compiled passes come in multiples of 4 positions up to the width, and v knows those.
+Derived in notebook 07.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb.cache import bucket_size, context_size
+from specnb.cache import RaggedCache, bucket_size, context_size
+from specnb.compiled import STEP, twin_for
 from specnb.contestants import Way
 from specnb.profiling import forward_cost
 from specnb.theory import CostCurve
@@ -54,7 +57,9 @@ class PassTimes:
         self.samples.setdefault(context, {}).setdefault(positions, []).extend(milliseconds)
 
     def __call__(self, positions: int, context: int) -> float:
-        """v in ms; linear between the contexts measured."""
+        """v in ms; linear between the contexts measured. A compiled pass is filled up to a size that is compiled."""
+        if self.way.compiled:
+            positions = next(size for size in compiled_sizes(self.way.pass_width) if size >= positions)
         known = sorted(self.samples)
         low = max((c for c in known if c <= context), default=known[0])
         high = min((c for c in known if c >= context), default=known[-1])
@@ -79,13 +84,14 @@ class PassSampler:
 
     Args:
         model: the target.
-        ways: how passes are made → most tokens drafted in a round. Only ways of free width are sampled.
+        ways: how passes are made → most tokens drafted in a round. Passes of one fixed width are not sampled.
         shortest, longest: tokens in the cache, at the first pass of the shortest answer and the last of the longest.
     """
 
     def __init__(self, model: PreTrainedModel, ways: dict[Way, int], shortest: int, longest: int) -> None:
         self.model = model
         self.widths = {way: widths_up_to(1 + most) for way, most in ways.items() if way.pass_width is None}
+        self.widths |= {way: compiled_sizes(way.pass_width) for way in ways if way.compiled}
         dtype = str(model.dtype).removeprefix("torch.")
         self.times = {way: PassTimes(way, dtype) for way in self.widths}
         widest = max((widths[-1] for widths in self.widths.values()), default=1)
@@ -95,10 +101,24 @@ class PassSampler:
     def __call__(self) -> None:
         """Measure each way once more."""
         for way, widths in self.widths.items():
-            table = forward_cost(self.model, widths, context=self.contexts, repeats=REPEATS)
+            run = compiled_pass(self.model, way.pass_width) if way.compiled else None
+            table = forward_cost(self.model, widths, context=self.contexts, repeats=REPEATS, run=run)
             for context, cost in table.items():
                 for positions, samples in zip(cost.positions, cost.samples):
                     self.times[way].add(context, positions, samples)
+
+
+def compiled_sizes(pass_width: int | None) -> list[int]:
+    """The numbers of positions for which passes up to this width are compiled."""
+    assert pass_width is not None
+    return [*range(STEP, pass_width, STEP), pass_width]
+
+
+def compiled_pass(model: PreTrainedModel, pass_width: int | None) -> Callable[[RaggedCache, Tensor], Tensor] | None:
+    """The model's compiled pass over all rows of a cache; None where it has none, and passes run uncompiled."""
+    assert pass_width is not None
+    twin = twin_for(model, pass_width)
+    return None if twin is None else lambda cache, tokens: twin.target_pass(cache, tokens, list(range(len(tokens))))
 
 
 def evenly(shortest: int, longest: int) -> list[int]:
