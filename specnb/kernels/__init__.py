@@ -118,6 +118,7 @@ _operators.define(
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """x [..., K] and weights from `pack`, bias [N] in float32 → [..., N]."""
+    _check_dtype(x, packed)
     x = x.contiguous()
     k = x.shape[-1]
     m = x.numel() // k
@@ -127,6 +128,12 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features:
         m, out_features, k, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def _check_dtype(x: Tensor, other: Tensor) -> None:
+    """The kernels go by addresses alone: another dtype would be read as numbers that are not there."""
+    if x.dtype not in DTYPES or x.dtype != other.dtype:
+        raise TypeError(f"the kernels take float32 or bfloat16, one dtype for all, got {x.dtype} and {other.dtype}")
 
 
 _room = threading.local()
@@ -148,6 +155,7 @@ def _ragged_attention(
     Places are [R, …, T + 1]: the slots of a row's tokens, then the number of the row. A token sees the slots up to its
     own; with a ``window`` > 0, the last ``window`` of them. Returns [R, T, H, D].
     """
+    _check_dtype(q, keys)
     q, places = q.contiguous(), places.contiguous()
     (r, heads, t, d), (_, kv_heads, capacity, _) = q.shape, keys.shape
     columns, width = (-(-n // PANEL) * PANEL for n in (heads // kv_heads * t, d))
@@ -164,6 +172,7 @@ def _ragged_store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, plac
     """Write key and value [R, H, T, D] to their places [R, …, T + 1] in a cache [B, H, capacity, D]."""
     places = places.contiguous()
     for fresh, buffer in ((key, keys), (value, values)):
+        _check_dtype(fresh, buffer)
         if fresh.stride(3) != 1:
             fresh = fresh.contiguous()
         (r, heads, t, d), size = fresh.shape, fresh.element_size()

@@ -198,7 +198,8 @@ void score(const typename T::Value *keys, const typename T::Value *values, const
     }
 }
 
-// 16 columns of scores become weights: they sum to 1 over the slots a column sees, and are 0 elsewhere.
+// 16 columns of scores become weights: they sum to 1 over the slots a column sees, and are 0 elsewhere. A column that sees
+// a NaN, or an infinity on top, is all NaN, as in the quotient it stands for.
 static void softmax(float *scores, const int64_t *slots, const Shape &s, int column) {
     Ints first = {}, last = {};
     for (int i = 0; i < HALF; i++) {
@@ -213,7 +214,9 @@ static void softmax(float *scores, const int64_t *slots, const Shape &s, int col
     }
     for (int j = 0; j < s.seen; j++) {
         std::memcpy(&at, scores + (long)j * s.lead + column, sizeof at);
-        at = (Floats)((Words)exp_of(at - most) & (Words)((j >= first) & (j <= last)));
+        at -= most;
+        const Words bad = (Words)(at != at); // all bits set are a NaN
+        at = (Floats)(((Words)exp_of(at) | bad) & (Words)((j >= first) & (j <= last)));
         total += at;
         std::memcpy(scores + (long)j * s.lead + column, &at, sizeof at);
     }
