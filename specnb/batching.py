@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from specnb import checks, compat
 from specnb.cache import context_size
+from specnb.compiled import compiled_width, twin_for
 from specnb.drafters.base import Drafter
 from specnb.preparation import Request, prepare
 from specnb.report import Round, Stats
@@ -169,6 +170,7 @@ class Batcher:
         max_waiting: requests that may wait for a slot; None: any number.
         pass_width: as for `generate`: one width for all passes, and in bfloat16 the same tokens bit for bit whatever
             the other slots hold.
+        compile: as for `generate`: passes through the model's compiled twin; implies a pass width.
         tokenizer: for prompts given as text, and for ``stop_strings``.
         prefill_chunk: positions of prompts read between two rounds while others write: more brings new requests to
             their first token sooner, fewer keep the others' rounds short. With ``pass_width`` it is rounded down to
@@ -187,6 +189,7 @@ class Batcher:
         max_batch: int = 8,
         max_waiting: int | None = None,
         pass_width: int | None = None,
+        compile: bool = False,
         tokenizer: Any = None,
         prefill_chunk: int = 128,
         **generation_kwargs: Any,
@@ -194,12 +197,16 @@ class Batcher:
         checks.check_model(model)
         checks.check_drafter(drafter)
         checks.check_pass_width(pass_width)
+        checks.check_compile(compile)
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.max_waiting, self._defaults = max_waiting, generation_kwargs
-        self._slots = Slots(model, max_batch, drafter, tokenizer, pass_width)
+        if compile and pass_width is None:
+            pass_width = compiled_width(0 if drafter is None else drafter.num_draft_tokens)
+        twin = twin_for(model, pass_width) if compile and pass_width is not None else None
+        self._slots = Slots(model, max_batch, drafter, tokenizer, pass_width, twin)
         self._slots.listeners = [self]
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # slot → job
@@ -296,6 +303,11 @@ class Batcher:
         self.close()
 
     # --- rounds ---
+
+    @property
+    def pass_width(self) -> int | None:
+        """Positions of every pass; None where that varies."""
+        return self._slots.pass_width
 
     @property
     def waiting(self) -> int:

@@ -39,6 +39,7 @@ def generate_many(
     max_batch: int = 8,
     seed: int | None = None,
     pass_width: int | None = None,
+    compile: bool = False,
     tokenizer: Any = None,
     progress: bool = True,
     **generation_kwargs: Any,
@@ -52,7 +53,7 @@ def generate_many(
     others go on. Leaving the loop early gives up what has not ended.
 
     Args:
-        model, drafter, pass_width, **generation_kwargs: as for `generate`.
+        model, drafter, pass_width, compile, **generation_kwargs: as for `generate`.
         prompts: token ids, or texts if there is a tokenizer. An iterator is taken from little by little.
         path: a JSON-lines file. What it holds is not decoded again; what ends is appended. Prompts that failed are
             tried again. With a tokenizer the text is written too.
@@ -65,11 +66,11 @@ def generate_many(
         what the model or the drafter raises, once the finished prompts are in the file.
     """
     batcher = Batcher(
-        model, drafter, max_batch=max_batch, pass_width=pass_width, tokenizer=tokenizer,
+        model, drafter, max_batch=max_batch, pass_width=pass_width, compile=compile, tokenizer=tokenizer,
         prefill_chunk=CHUNK,  # nobody watches a text grow: what counts is that all slots are in use
         **generation_kwargs,
     )  # fmt: skip
-    record = None if path is None else Record(Path(path), settings(model, seed, pass_width, generation_kwargs))
+    record = None if path is None else Record(Path(path), settings(model, seed, batcher.pass_width, generation_kwargs))
     return _run(batcher, prompts, seed, record, progress)
 
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from specnb import compat
 from specnb.cache import RaggedCache
+from specnb.compiled import Twin
 from specnb.decoding import Run
 from specnb.drafters.base import Drafter, Session
 from specnb.prefill import CHUNK, FIXED_CHUNK, read, same_bucket
@@ -99,12 +100,18 @@ class Slots(Run):
     generators: list[torch.Generator]
 
     def __init__(
-        self, model: PreTrainedModel, size: int, drafter: Drafter | None, tokenizer: Any, pass_width: int | None
+        self,
+        model: PreTrainedModel,
+        size: int,
+        drafter: Drafter | None,
+        tokenizer: Any,
+        pass_width: int | None,
+        twin: Twin | None = None,
     ) -> None:
         cache, generators = RaggedCache(model.config, size, 1), [torch.Generator(model.device) for _ in range(size)]
         super().__init__(
             model, SlotRows(size), cache, drafter, SlotProcessors(size), GenerationConfig(), pass_width, False,
-            generators,
+            generators, twin,
         )  # fmt: skip
         if drafter is not None:
             vocabulary = compat.vocab_size(model)
@@ -142,7 +149,7 @@ class Slots(Run):
         """One pass over pieces of prompts, the first row's in any case, ``most`` positions in all if that will do."""
         pieces = self._pieces([b for b in joining if self.unread(b)], most if self.rows.active else CHUNK)
         if pieces:
-            read(self.model, self.cache, pieces, fixed=self.pass_width is not None)
+            read(self.network, self.cache, pieces, fixed=self.pass_width is not None)
         if self.drafter is not None:
             for b in pieces:
                 self.drafter.prefill(b, int(self.cache.lengths[b]))
