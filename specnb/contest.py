@@ -272,9 +272,14 @@ def ask_peer(peer: Peer, ends: list[int], ids: Tensor, max_new_tokens: int, temp
     return Answer(reply["tokens"], reply["seconds"], reply.get("first_seconds"))
 
 
+def peer_context(longest: int) -> int:
+    """Room for the longest answer and drafts beyond its end; a round number, for which compiled passes may be kept."""
+    return 512 * -(-(longest + 64) // 512)
+
+
 @contextlib.contextmanager
 def started(peer: Peer, model: PreTrainedModel, longest: int) -> Iterator[str]:
     """The peer, ready to answer; what the report says of it."""
     with weights_for(peer, model) as (weights, which):
-        peer.start(weights, dtype_name(model), longest + 1, torch.get_num_threads())
+        peer.start(weights, dtype_name(model), peer_context(longest), torch.get_num_threads())
         yield f"{peer.name} is {peer.version} with {which}"

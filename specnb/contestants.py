@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specnb.compiled import compiled_width
 from specnb.decoding import generate
 from specnb.drafters import Drafter, DraftModel, PromptLookup
 from specnb.profiling import synchronise
@@ -112,9 +113,9 @@ def everyone(
 
 
 def common_width(drafters: Mapping[str, Drafter]) -> int:
-    """One pass width that holds every drafter's longest draft: num_draft_tokens + 1, rounded up to a multiple of 4."""
+    """One pass width for all compiled ones: it holds every drafter's longest draft."""
     longest = max((drafter.num_draft_tokens for drafter in drafters.values()), default=LOOKUP_TOKENS)
-    return 4 * -(-(longest + 1) // 4)
+    return compiled_width(longest)
 
 
 def named_drafters(drafters: Drafter | Sequence[Drafter] | Mapping[str, Drafter] | None) -> dict[str, Drafter]:

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 LOOKUP_TOKENS = 10  # as in transformers' and specnb's prompt lookup
 LOOKUP_NGRAM = 3
+SETTLE = 0.3  # seconds after an answer in which an engine's idle threads may still spin
 
 Reply = dict[str, Any]
 
@@ -54,7 +55,7 @@ class Peer:
         if engine not in ENGINES:
             raise ValueError(f"There is no peer {engine!r}. There is: {', '.join(ENGINES)}.")
         self.name, self.python, self.weights, self.script = engine, os.fspath(python), weights, os.fspath(script)
-        self.version = ""
+        self.version, self.settle = "", SETTLE
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
@@ -87,7 +88,9 @@ class Peer:
         request = dict(ids=ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, eos=eos)
         with contextlib.suppress(BrokenPipeError):  # whoever has died says nothing, which `_hear` reports
             print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._hear()
+        reply = self._hear()
+        time.sleep(self.settle)
+        return reply
 
     def _hear(self) -> Reply:
         assert self._process is not None and self._process.stdout is not None
@@ -152,11 +155,13 @@ def llama_cpp(options: argparse.Namespace) -> tuple[str, Engine]:
 def vllm(options: argparse.Namespace) -> tuple[str, Engine]:
     """vLLM; a folder or Hub id."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; it would take half of the memory
     import vllm  # type: ignore[import-not-found]
 
     lookup = {"method": "ngram", "num_speculative_tokens": LOOKUP_TOKENS, "prompt_lookup_max": LOOKUP_NGRAM}
     model = vllm.LLM(
         options.model, dtype=options.dtype, max_model_len=options.context, enable_prefix_caching=False,
+        max_num_seqs=1, gpu_memory_utilization=0.4,
         speculative_config=lookup if options.engine.endswith("-lookup") else None,
     )  # fmt: skip
 
@@ -169,6 +174,14 @@ def vllm(options: argparse.Namespace) -> tuple[str, Engine]:
         yield from out.outputs[0].token_ids
 
     return f"vLLM {vllm.__version__}", answer
+
+
+def _preload_openmp() -> None:
+    """Start again with Intel's OpenMP loaded first, if its package brought that: vLLM's advice for processors."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if library.exists() and "LD_PRELOAD" not in os.environ:
+        os.environ["LD_PRELOAD"] = str(library)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 ENGINES: dict[str, Callable[[argparse.Namespace], tuple[str, Engine]]] = {
@@ -202,6 +215,8 @@ def work(arguments: list[str]) -> None:
     for name in ("--context", "--threads"):
         reader.add_argument(name, type=int)
     options = reader.parse_args(arguments)
+    if options.engine.startswith("vllm"):
+        _preload_openmp()
     say = _speaker()
     try:
         version, answer = ENGINES[options.engine](options)
@@ -224,3 +239,4 @@ if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]  # else specnb's modules shadow
     work(sys.argv[1:])
+    os._exit(0)  # an engine's threads may not end by themselves, and nobody would be left to end them

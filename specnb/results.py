@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from specnb.contestants import BASELINE, Contestant, Way
 from specnb.machine import describe_machine
 from specnb.measurements import Measurement, Row, Summary, conditions
 from specnb.prediction import PassTimes
+from specnb.profiling import interquartile_range
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +27,7 @@ FORMAT = "specnb benchmark 1"
 ALPHA_PLACES = 5  # positions of α by position that a table has room for
 TOLD_DIFFERENCES = 3
 CLEARLY_SLOWER = 0.98
+UNSTEADY, ENOUGH_SAMPLES = 0.15, 6
 HEADS = ("contestant", "ms/token", "first token, ms", "tokens/pass", "α", "α by position", "speed-up", "95 % interval",
          "predicted", "same text")  # fmt: skip
 
@@ -164,6 +167,7 @@ class BenchmarkResult:
         return [
             *_explanations(any(row.predicted > 0 for row in rows)),
             *fastest(rows),
+            *unsteady(self.passes),
             *self._differing(),
             *slower(rows),
             *self._peers(rows),
@@ -293,6 +297,24 @@ def fastest(rows: Sequence[Row]) -> list[str]:
         if row.speedup > best.setdefault(_condition(row), row).speedup:
             best[_condition(row)] = row
     return [f"{where}: {row.contestant} is fastest, speed-up {row.speedup:.2f}." for where, row in best.items()]
+
+
+def unsteady(passes: Sequence[PassTimes]) -> list[str]:
+    """Whether the same pass took very different times in the course of the run, in a line per dtype."""
+    found = {}
+    for times in passes:
+        spreads = [
+            interquartile_range(ms) / median(ms)
+            for curve in times.samples.values()
+            for ms in curve.values()
+            if len(ms) >= ENOUGH_SAMPLES
+        ]
+        if spreads and median(spreads) > UNSTEADY:
+            found[times.dtype] = (
+                f"{times.dtype}: the machine was not steady: the middle half of the times of one and the same pass "
+                f"spreads over {median(spreads):.0%} of their median. Close other programs, or take more repeats."
+            )
+    return list(found.values())
 
 
 def slower(rows: Sequence[Row]) -> list[str]:

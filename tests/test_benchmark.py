@@ -456,6 +456,15 @@ def test_slower_means_the_whole_interval(low, high, verdict):
     assert results.is_slower(replace(row, speedup=0.9, low=low, high=high)) is verdict
 
 
+@pytest.mark.parametrize(("scatter", "told"), [(0.5, False), (4.0, True)])
+def test_an_unsteady_machine_is_reported(scatter, told):
+    times = pass_times(c20={1: 10.0, 5: 14.0})
+    for positions in (1, 5):
+        times.add(20, positions, [10.0 + scatter * step for step in (-1, -1, 0, 0, 1, 1)])
+    notes = results.unsteady([times])
+    assert bool(notes) is told and all("not steady" in note for note in notes)
+
+
 def test_near_ties_are_explained_in_bfloat16():
     answers = [measured(dtype="bfloat16"), measured("other", tokens=9, dtype="bfloat16")]
     assert "near-ties" in BenchmarkResult(answers).table()

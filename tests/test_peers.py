@@ -19,7 +19,9 @@ FAKE = Path(__file__).with_name("fake_peer.py")
 
 
 def fake(engine, **options):
-    return Peer(engine, sys.executable, script=FAKE, **options)
+    peer = Peer(engine, sys.executable, script=FAKE, **options)
+    peer.settle = 0.0
+    return peer
 
 
 @pytest.fixture
