@@ -206,5 +206,5 @@ plain = specnb.generate(model, **inputs, max_new_tokens=8)
 assert specnb.generate(model, **inputs, drafter=drafter, max_new_tokens=8).sequences.equal(plain.sequences)
 assert drafter.propose([7, 8, drafter.full_stop, 5, 6, 7], 2) == [5, 6]
 """
-    done = run_blocks("import specnb", blocks[1].replace(named, ""), blocks[2], use)
+    done = run_blocks("import specnb", blocks[1].replace(named, ""), *blocks[2:], use)
     assert done.returncode == 0, done.stderr
