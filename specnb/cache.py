@@ -110,6 +110,7 @@ class RaggedCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.long)
         self.attended = 0
         self.remembered: Any = None  # what a finished run left in it, see `specnb.reuse`
+        self.compiled = False  # whether the pass under way is, if it is a twin's: compiled.py
         self._slots: Tensor | None = None  # [R, T] where the pass under way writes
         self._places: Tensor | None = None  # the same with row numbers, made when they are asked for
         self._start: int | None = None  # its first slot, if all its rows share it

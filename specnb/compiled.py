@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -160,7 +162,7 @@ class Twin:
 
     Attributes:
         network: the copy with packed layers and `attention`.
-        widths: numbers of positions whose passes are compiled; others (prefill) run layer by layer.
+        widths: numbers of positions whose passes are compiled and checked. Prefill runs layer by layer.
         narrows: whether a pass over fewer positions gives the same bits, so that filler can be left out.
 
     Raises:
@@ -169,6 +171,9 @@ class Twin:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if model.dtype not in kernels.DTYPES or model.device.type != "cpu":
+            raise Unsupported(f"it is {model.dtype} on {model.device}; the kernels take float32 or bfloat16 on a CPU")
+        self.lock = threading.RLock()  # while a layer is compiled its parameters are not there for anyone else
         self.network = packed_copy(model)
         self.network.set_attn_implementation(RAGGED_ATTENTION)
         self.widths: set[int] = set()
@@ -177,7 +182,7 @@ class Twin:
         for index, layer in enumerate(blocks(self.network)):
             tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
             layer.forward = functools.partial(self.run_layer, layer, tensors, traits(layer), index)
-        compare(probe(model, 5), probe(self.network, 5))
+        compare(probe(model, 5), probe(self.network, 5), model.dtype)
 
     def width_of(self, positions: int, pass_width: int) -> int:
         """Positions of a pass that needs this many: filler up to a multiple of 4, or up to the whole pass width."""
@@ -193,21 +198,25 @@ class Twin:
         missing = [width for width in dict.fromkeys(reversed(widths)) if width not in self.widths]
         if not missing:
             return
-        plain = probe(self.network, pass_width)
+        plain, found = probe(self.network, pass_width), []
         with Progress("Compiling the pass, once for this model and width", len(missing), "sizes") as progress:
             for done, width in enumerate(missing):
-                self.widths.add(width)
-                logits = probe(self.network, width)
-                compare(plain[:, :width], logits)
+                found.append(probe(self.network, width, compiled=True))
+                compare(plain[:, :width], found[-1], self.network.dtype)
                 progress.update(done + 1)
-        whole = probe(self.network, pass_width)
-        self.narrows &= all(torch.equal(probe(self.network, width), whole[:, :width]) for width in missing)
+        whole = probe(self.network, pass_width, compiled=True)
+        self.narrows &= all(torch.equal(logits, whole[:, : logits.shape[1]]) for logits in found)
+        self.widths.update(missing)  # only now: whoever interrupts the checks gets them again
 
     def target_pass(self, cache: RaggedCache, tokens: Tensor, rows: list[int]) -> Tensor:
         """`target_pass` over these rows; the last is repeated up to a power of two, so that few sizes are compiled."""
         spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
         padded = torch.cat([tokens, tokens[-1:].expand(spare, -1)])
-        return target_pass(self.network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
+        cache.compiled = True
+        try:
+            return target_pass(self.network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
+        finally:
+            cache.compiled = False  # prefill is not, whatever else has been compiled: a text must not depend on that
 
     def run_layer(
         self, layer: nn.Module, own: dict[str, Tensor], kind: Any, index: int, *args: Any, **kwargs: Any
@@ -217,17 +226,17 @@ class Twin:
         view = LayerView(cache.layers[index], cache.places)
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
-        positions = view.places.shape[-1] - 1
-        if positions not in self.widths or view.keys is None:
-            plain = type(layer).forward(layer, *args, **kwargs)  # also allocates the cache's buffers
-            if positions not in self.widths:
-                return plain
-        inputs: list[Tensor] = []
-        form = disassemble((args, kwargs), inputs)
-        case = (kind, form, view.places.shape)
-        if case not in self.graphs:
-            self.graphs[case] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
-        return self.graphs[case](*inputs, *own.values())
+        with self.lock:
+            if not cache.compiled or view.keys is None:
+                plain = type(layer).forward(layer, *args, **kwargs)  # also allocates the cache's buffers
+                if not cache.compiled:
+                    return plain
+            inputs: list[Tensor] = []
+            form = disassemble((args, kwargs), inputs)
+            case = (kind, form, view.places.shape)
+            if case not in self.graphs:
+                self.graphs[case] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
+            return self.graphs[case](*inputs, *own.values())
 
 
 def traits(layer: nn.Module) -> Any:
@@ -241,45 +250,82 @@ def traits(layer: nn.Module) -> Any:
     )
 
 
-def probe(network: PreTrainedModel, width: int) -> Tensor:
+def probe(network: PreTrainedModel, width: int, *, compiled: bool = False) -> Tensor:
     """Logits [1, width, V] of a pass over fixed tokens, after a short prompt."""
     vocabulary = network.get_input_embeddings().num_embeddings
     tokens = torch.arange(3, 3 + 7 * (11 + width), 7)[None] % vocabulary
     cache = RaggedCache(network.config, 1, 11 + width)
     target_pass(network, cache, tokens[:, :11], need_logits=False)
+    cache.compiled = compiled
     return target_pass(network, cache, tokens[:, 11:])
 
 
-def compare(expected: Tensor, got: Tensor) -> None:
-    """Raise `Unsupported` unless the logits agree up to rounding."""
+def compare(expected: Tensor, got: Tensor, dtype: torch.dtype) -> None:
+    """Raise `Unsupported` unless the logits of models of this dtype agree up to rounding."""
     gap = float((expected.float() - got.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))
-    if not gap <= TOLERANCE[expected.dtype]:
+    if not gap <= TOLERANCE[dtype]:
         raise Unsupported(f"its fast pass gives other logits: they differ by {gap:.1%} of the largest one")
 
 
+def fingerprint(model: PreTrainedModel) -> Any:
+    """Tells whether the weights have changed: their addresses, versions, and some of their numbers.
+
+    The numbers are for edits through ``.data``, which no version counts: up to 64 of each tensor, evenly spread.
+    """
+    parameters = [p.detach() for p in model.parameters()]
+    some = [p.reshape(-1)[:: max(1, p.numel() // 64)].float().cpu() for p in parameters]
+    versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+    return versions, torch.cat(some).numpy().tobytes()
+
+
+def check_hooks(model: PreTrainedModel) -> None:
+    """Raise `Unsupported` for hooks and replaced forwards: the twin would not call them, or call copies of them.
+
+    transformers' own stand aside unless hidden states are asked for.
+    """
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+        if foreign or "forward" in vars(module):
+            raise Unsupported(f"its module {name or type(model).__name__!r} has a hook or a forward of its own")
+
+
 _twins: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Twin | None]] = weakref.WeakKeyDictionary()
+_making = threading.RLock()
 
 
 def twin_for(model: PreTrainedModel, pass_width: int) -> Twin | None:
     """The model's twin, compiled for this width; made once, and again if the weights have changed since.
 
     Returns:
-        None, after a warning that says why, where there can be none.
+        None, after a warning that says why, where there can be none; the warning comes once.
     """
-    version = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
-    made, twin = _twins.get(model, (None, None))
+    version = None
     try:
-        if made != version:
-            twin = Twin(model)
-            _twins[model] = version, twin
-        if twin is not None:
-            twin.warm_up(pass_width)
+        check_hooks(model)
+        version = fingerprint(model)
+        with _making:
+            made, twin = _twins.get(model, (None, None))
+            if made != version:
+                _twins.pop(model, None)  # before there is another: it holds a copy of the weights
+                twin = Twin(model)
+                _twins[model] = version, twin
+            if twin is not None:
+                twin.warm_up(pass_width)
     except Exception as error:  # whatever the compiler trips over, the model itself still works
         _twins[model] = version, None
-        reason = str(error).strip() or type(error).__name__
-        warnings.warn(f"compile=True: {type(model).__name__} runs uncompiled: {reason}.", stacklevel=4)
+        reason = (str(error).strip() or type(error).__name__).removesuffix(".")
+        warnings.warn(f"compile=True: {type(model).__name__} runs uncompiled: {reason}.", stacklevel=users_level())
         return None
     return twin
+
+
+def users_level() -> int:
+    """The ``stacklevel`` at which the function that asks finds the user's own line."""
+    ours, frame, level = ("specnb", "torch", "transformers"), sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ours:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def disassemble(value: Any, tensors: list[Tensor]) -> Any:

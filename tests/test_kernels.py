@@ -279,7 +279,7 @@ def test_without_a_compiler_the_error_says_what_was_looked_for(nothing_built, mo
 def test_a_compiler_that_fails_is_quoted(nothing_built, monkeypatch):
     said = subprocess.CompletedProcess([], 1, stdout="", stderr="unrecognized option '-fopenmp'")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: said)
-    with pytest.raises(kernels.NoCompiler, match="could not build decoding.cpp:\nunrecognized option '-fopenmp'"):
+    with pytest.raises(kernels.NoCompiler, match=r"could not build decoding.cpp:\nunrecognized option '-fopenmp'"):
         kernels.library()
     assert list(nothing_built.iterdir()) == []
 
