@@ -19,17 +19,13 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module as stateless
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -142,10 +138,22 @@ def attention(
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("soft-capped attention and attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _windows_seen.append(sliding_window)
     return torch.ops.specnb.ragged_attention(query, key, value, attention_mask, scale, sliding_window or 0), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(RAGGED_ATTENTION, attention)
+_windows_seen: deque[int | None] = deque(maxlen=4096)  # what layers told of their window, newest last
+
+
+def check_windows(model: PreTrainedModel) -> None:
+    """Raise `Unsupported` if the pass just made was not told the windows that the model's layers have.
+
+    Some families leave the window to the mask, which the attention above does not look at.
+    """
+    expected = compat.layer_windows(model.config)
+    if list(_windows_seen)[-len(expected) :] != expected:
+        raise Unsupported("its layers have a sliding window and do not tell it to the attention function")
 
 
 def compiled_width(num_draft_tokens: int) -> int:
@@ -183,6 +191,7 @@ class Twin:
             tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
             layer.forward = functools.partial(self.run_layer, layer, tensors, traits(layer), index)
         compare(probe(model, 5), probe(self.network, 5), model.dtype)
+        check_windows(model)
 
     def width_of(self, positions: int, pass_width: int) -> int:
         """Positions of a pass that needs this many: filler up to a multiple of 4, or up to the whole pass width."""
@@ -361,6 +370,13 @@ def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Te
 
     Traced here and not by ``torch.compile``, whose check of the arguments costs 0.1 ms a layer and pass.
     """
+
+    # here and not above: the compiler takes more than a second to import
+    from torch._functorch.compile_utils import fx_graph_cse
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     def forward(*tensors: Tensor) -> Any:
         own = dict(zip(names, tensors[-len(names) :]))

@@ -433,3 +433,10 @@ def test_compare_tells_a_gap_from_rounding():
         with pytest.raises(Unsupported):
             compare(expected, bad, torch.float32)
     assert probe(tiny_model("llama"), 5).shape == (1, 5, 61)
+
+
+def test_a_window_that_only_the_mask_knows(monkeypatch):
+    """Some families never tell attention their window, and a short probe lies inside it: seen all the same."""
+    monkeypatch.setattr(compiled.compat, "layer_windows", lambda config: [4096] * config.num_hidden_layers)
+    with pytest.raises(Unsupported, match="window"):
+        Twin(tiny_model("llama"))
