@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import specnb
 from tests.conftest import DRAFTERS
 from tests.tiny import CONTEXT, VOCAB, perturbed, plain, prompt, tiny_model
+from tests.workers import steady
 
 LENGTHS = (1, 40, 300, 7, 80, 250, 9)
 NEW = 16
@@ -337,7 +338,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_in_its_slot(drafter):
         (dict(prompt=[1], no_such_option=2), ValueError, "no_such_option"),
         (dict(prompt=[1], return_dict_in_generate=True, output_scores=True), ValueError, r"specnb\.generate"),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_a_request_that_cannot_be_honoured_is_refused_and_touches_nobody(wrong, error, message):
     batcher = specnb.Batcher(model_of(), max_batch=2, max_new_tokens=NEW)

@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import specnb
 from specnb.batching import Batcher
 from tests.tiny import plain, prompt, tiny_model
+from tests.workers import steady
 
 LENGTHS = (40, 3, 120, 7, 1, 80, 12, 9)
 NEW = 10
@@ -171,7 +172,7 @@ def test_what_failed_is_tried_again(llama, tmp_path, submitted):
         ({"pass_width": 8}, "pass_width"),
         ({"logits_processor": LogitsProcessorList([RaiseOnce()])}, "RaiseOnce"),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_other_settings_are_refused(llama, tmp_path, changed, named):
     path = tmp_path / "answers.jsonl"

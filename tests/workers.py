@@ -7,6 +7,7 @@ a file, whose tests share what is dear to set up, or one test of a file whose te
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -44,3 +45,8 @@ def rank(marks: Iterable[str]) -> int:
     """Where a test with these marks stands in the queue: 0 is first."""
     present = set(marks)
     return next((i for i, mark in enumerate(LONGEST_FIRST) if mark in present), len(LONGEST_FIRST))
+
+
+def steady(value: object) -> str:
+    """A test's id from a value: without addresses, which differ from worker to worker."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
