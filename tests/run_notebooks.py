@@ -14,7 +14,9 @@ paths, no addresses, no timings, no widget state.
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
+import io
 import os
 import re
 import sys
@@ -28,6 +30,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -188,6 +191,23 @@ def _clean_data(mime: str, data: object) -> object:
     return clean_text(data) if mime.startswith("text/") and isinstance(data, str) else data
 
 
+def shrink_pictures(notebook: NotebookNode) -> NotebookNode:
+    """Plots with a palette in place of full colour: a third of the bytes, and no difference that an eye would see."""
+    for output in (output for cell in _code(notebook) for output in cell.outputs):
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = _with_palette(output.data["image/png"])
+    return notebook
+
+
+def _with_palette(picture: str) -> str:
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    few = image.quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    stored = io.BytesIO()
+    few.save(stored, "PNG", optimize=True)
+    smaller = base64.b64encode(stored.getvalue()).decode()
+    return smaller if len(smaller) < len(picture) else picture
+
+
 def clean_text(text: str) -> str:
     for pattern, name in _PLACES:
         text = pattern.sub(name, text)
@@ -326,7 +346,7 @@ def store(path: Path, force: bool = False) -> bool:
     if sources_hash(notebook) != sources_hash(read(path)):
         print(f"changed while it ran: {path.name}; left alone. Run again to store it.", flush=True)
         return True
-    write(normalise(notebook), path)
+    write(normalise(shrink_pictures(notebook)), path)
     return True
 
 

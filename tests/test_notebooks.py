@@ -3,14 +3,18 @@
 The second half tests the runner itself, on small notebooks made here.
 """
 
+import base64
+import io
 import os
 import re
 import stat
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from PIL import Image
 
 from tests import run_notebooks as runner
 
@@ -245,6 +249,33 @@ def test_only_what_a_reader_sees_is_kept():
     assert stored.cells[0].outputs[0].metadata == {}
     assert stored.cells[0].execution_count == stored.cells[0].outputs[1].execution_count == 1
     nbformat.validate(stored)
+
+
+def a_png(size=(300, 200), colours=3):
+    """A picture as matplotlib stores it: RGBA, few colours unless asked for more."""
+    image = Image.new("RGBA", size, "white")
+    for x in range(size[0]):
+        for y in range(size[1]):
+            image.putpixel((x, y), (x * 7 % 256 // (256 // colours + 1) * 60, y % 3 * 80, (x * y) % colours, 255))
+    stored = io.BytesIO()
+    image.save(stored, "PNG")
+    return base64.b64encode(stored.getvalue()).decode()
+
+
+def pixels(picture):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), dtype=int)
+
+
+def test_pictures_are_stored_with_a_palette_and_look_the_same():
+    cell = new_code_cell("plot()", outputs=[new_output("display_data", {"image/png": a_png()})])
+    other = new_code_cell(
+        "x", outputs=[new_output("stream", text="6"), new_output("display_data", {"text/plain": "6"})]
+    )
+    stored = runner.shrink_pictures(new_notebook(cells=[cell, other])).cells
+    picture = stored[0].outputs[0].data["image/png"]
+    assert len(picture) < len(a_png())
+    assert np.abs(pixels(picture) - pixels(a_png())).max() <= 1
+    assert runner.shrink_pictures(new_notebook(cells=stored)).cells[0].outputs[0].data["image/png"] == picture
 
 
 @pytest.mark.parametrize(
