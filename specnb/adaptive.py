@@ -40,7 +40,7 @@ import torch
 
 from specnb import checks
 from specnb.drafters.base import Draft, Drafter, Session
-from specnb.estimates import Acceptance, Kind, RoundCosts
+from specnb.estimates import Acceptance, Kind, Pace, RoundCosts
 from specnb.theory import CostCurve, round_cost
 
 if TYPE_CHECKING:
@@ -371,23 +371,6 @@ class _Shadow:
     @property
     def place(self) -> int:
         return self.start + self.position
-
-
-class Pace:
-    """Tokens per one-position pass, lately: the λ of the choice. Plain decoding's 1 is the least it can be."""
-
-    FADE = 0.95
-
-    def __init__(self) -> None:
-        self.tokens = self.time = 3.0
-
-    def add(self, tokens: float, cost: float) -> None:
-        self.tokens = self.FADE * self.tokens + tokens
-        self.time = self.FADE * self.time + cost
-
-    @property
-    def rate(self) -> float:
-        return max(1.0, self.tokens / self.time)
 
 
 class Retry:

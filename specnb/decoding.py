@@ -200,10 +200,9 @@ def start(
     generators = row_generators(seed, len(rows), model.device)
     twin = twin_for(model, pass_width) if compile and pass_width is not None else None
     run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators, twin)
+    if drafter is not None:  # before the prefill: a drafter that does not fit says so at once
+        drafter.start(run.session(tokenizer))
     prefill(run.network, cache, [prompt[n:-1] for prompt, n in zip(prompts, cache.lengths.tolist())], fixed=fixed)
-    if drafter is not None:
-        sampling = bool(config.do_sample)
-        drafter.start(Session(model, rows, processors, compat.vocab_size(model), tokenizer, sampling, generators))
     return run
 
 
@@ -263,6 +262,13 @@ class Run:
         self.listeners: list[Any] = [self.stats] if self.trace is None else [self.stats, self.trace]
         self.keep_probs = return_trace == "probs"
         self.raw_logits: list[list[Tensor]] = [[] for _ in rows.lengths]
+
+    def session(self, tokenizer: Any) -> Session:
+        """What the drafter is told of this run."""
+        return Session(
+            self.model, self.rows, self.processors, compat.vocab_size(self.model), tokenizer, any(self.sampling),
+            self.generators, self.sampling, self.cache, self.twin,
+        )  # fmt: skip
 
     def round(self) -> None:
         """One round for all rows: each one writes 1 to k + 1 tokens, from one target pass."""
@@ -349,8 +355,7 @@ class Run:
         self.refuse(host[:, 2 + k :])
         guesses = [row[:n] for row, n in zip(host[:, 2 : 2 + k].tolist(), draft.lengths.tolist())]
         scores = p if self.config.return_dict_in_generate and self.config.output_scores else None
-        rounds = self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores)
-        return rounds if draft.planned is None else [replace(r, planned=draft.planned[r.row]) for r in rounds]
+        return explained(self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores), draft)
 
     def refuse(self, invalid: Tensor) -> None:
         """Raise if a row that still grows has scores that decide nothing."""
@@ -402,6 +407,14 @@ def either(sampling: list[bool], sampled: Verdict, greedy: Verdict) -> Verdict:
         next_token=torch.where(first, sampled.next_token, greedy.next_token),
         invalid=torch.where(first[:, None], sampled.invalid, greedy.invalid),
     )
+
+
+def explained(rounds: list[Round], draft: Draft) -> list[Round]:
+    """The rounds with what the drafter tells about its guesses: how many it planned, and of what kind they are."""
+    told: dict[str, Sequence[Any]] = {}
+    told |= {"planned": draft.planned} if draft.planned is not None else {}
+    told |= {"kind": draft.kinds} if draft.kinds is not None else {}
+    return [replace(r, **{name: of_row[r.row] for name, of_row in told.items()}) for r in rounds] if told else rounds
 
 
 def with_probs(r: Round, draft: Draft, p: Tensor) -> Round:

@@ -102,6 +102,23 @@ class Acceptance:
             chance.weaken(factor)
 
 
+class Pace:
+    """Tokens per one-position pass, lately: the λ of the choice. Plain decoding's 1 is the least it can be."""
+
+    FADE = 0.95
+
+    def __init__(self) -> None:
+        self.tokens = self.time = 3.0
+
+    def add(self, tokens: float, cost: float) -> None:
+        self.tokens = self.FADE * self.tokens + tokens
+        self.time = self.FADE * self.time + cost
+
+    @property
+    def rate(self) -> float:
+        return max(1.0, self.tokens / self.time)
+
+
 class Times:
     """The latest few times of one thing, and the one that stands for them.
 

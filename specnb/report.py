@@ -6,6 +6,7 @@ only ``drafted`` counts every proposal.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ class Round:
         next_token: the correction or bonus token written after them; None if the row ended before it.
         is_bonus: True if all proposals passed, so that ``next_token`` came for free.
         planned: the draft length the drafter chose for this round, if it is one that chooses (`specnb.Adaptive`).
+        kind: what sort of guess it was, if the drafter tells (`Draft.kinds`): the length of the suffix that prompt
+            lookup has found, say, or which part of a cascade has drafted.
         p: target distribution [k+1, V] at the round's places, with ``return_trace="probs"``.
         q: draft distribution [k, V], with ``return_trace="probs"``, if the drafter has one.
     """
@@ -35,6 +38,7 @@ class Round:
     next_token: int | None
     is_bonus: bool
     planned: int | None = None
+    kind: Hashable = field(default=None, compare=False)
     p: Tensor | None = field(default=None, repr=False, compare=False)
     q: Tensor | None = field(default=None, repr=False, compare=False)
 

@@ -10,7 +10,7 @@ A drafter of your own is a subclass with one method:
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from specnb.verification import draw, drawable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specnb.cache import RaggedCache
+    from specnb.compiled import Twin
     from specnb.processing import Processors
     from specnb.rows import Rows
 
@@ -35,15 +37,15 @@ class Draft:
         lengths: LongTensor [B] on the CPU, the guesses of each row.
         probs: q [B, K, V], the law each guess was drawn from; None for a deterministic guess (q is one-hot).
         planned: the limit the drafter set itself for each row, for the trace; None if it did not choose one.
-        kinds: a small number per row that says what sort of guess it is, such as the length of a matched n-gram:
-            guesses of one kind should be about equally good. None if the drafter cannot tell them apart.
+        kinds: for each row what sort of guess it is, such as the length of a matched n-gram, or a short name: guesses
+            of one kind should be about equally good. None if the drafter cannot tell them apart.
     """
 
     tokens: Tensor
     lengths: Tensor
     probs: Tensor | None = None
     planned: Sequence[int] | None = None
-    kinds: Sequence[int] | None = None
+    kinds: Sequence[Hashable] | None = None
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Draft:
@@ -77,6 +79,9 @@ class Session:
         do_sample: whether the run samples; then a guess must be drawn from the q it is scored with.
         generators: the rows' random number generators when sampling; None for torch's global one.
         sampling: where rows differ (in a `Batcher`), which of them sample; a live view. None: all do as ``do_sample``.
+        cache: the target's. It holds each row's tokens but the newest; whoever writes to it rolls back before the
+            target's pass. None where there is no target pass, in a replay.
+        twin: the target's compiled twin, if the passes go through one.
     """
 
     model: PreTrainedModel
@@ -87,6 +92,8 @@ class Session:
     do_sample: bool = False
     generators: Sequence[torch.Generator] | None = None
     sampling: Sequence[bool] | None = None
+    cache: RaggedCache | None = None
+    twin: Twin | None = None
 
     def choose(self, scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V].
