@@ -99,7 +99,7 @@ def lessons(
     jobs = [
         batcher.submit(prompt, seed=seed + i, **_law(t)) for i, (prompt, t) in enumerate(zip(prompts, temperatures))
     ]
-    with batcher, Progress("answers", len(jobs), "answers") if progress else _Silent() as bar:
+    with batcher, Progress("answers", len(jobs), "answers") if progress else Silent() as bar:
         for i, job in enumerate(jobs):
             while not job.done:
                 batcher.step()
@@ -119,8 +119,10 @@ def _lesson(job: Job, notes: Notes) -> Lesson:
     return Lesson(tokens, len(job.prompt), torch.cat(ids).long(), torch.cat(logp).float())
 
 
-class _Silent:
-    def __enter__(self) -> _Silent:
+class Silent:
+    """A progress bar that shows nothing."""
+
+    def __enter__(self) -> Silent:
         return self
 
     def __exit__(self, *_: object) -> None:

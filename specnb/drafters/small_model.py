@@ -1,0 +1,271 @@
+"""A small causal model made of a target's own parts: a few of its layers, its embedding, some rows of its head.
+
+A draft that reads and writes the target's vocabulary could spend most of its bytes on it: the embedding and head of
+SmolLM2-135M are 28 million of its 135 million weights, and a layer is 3.5 million. So the embedding is the target's own
+tensor, and the head a copy of the rows of those tokens that the target really writes. Only the layers and the norm are
+the draft's own, to be trained (`specnb.distill_draft`), and only they are saved.
+
+Which layers to begin with, and how many rows are enough, is measured in notebook 10.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specnb import compat
+from specnb.resources import data_path
+
+FORMAT = "specnb draft 1"
+DESCRIPTION, WEIGHTS = "draft.json", "draft.safetensors"
+ROWS = "head_ids"  # the tokens that the head scores, beside the weights
+
+
+class SharedEmbedding(nn.Module):
+    """The target's embedding, looked at but neither copied, trained nor saved; its vectors in the draft's dtype."""
+
+    like: Tensor
+
+    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding  # no part of this module: it stays where it is, as it is
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def num_embeddings(self) -> int:
+        embedding: Any = self.embedding
+        return embedding.num_embeddings
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.embedding(tokens).to(self.like.dtype)  # type: ignore[operator]
+
+
+class ShortHead(nn.Module):
+    """Output head for some of the tokens; the others get the logit −∞, so that q is 0 there.
+
+    Args:
+        weight: [V', H]; bias: [V'] or None.
+        ids: LongTensor [V'], the tokens of the rows.
+        vocab_size: V.
+
+    Attributes:
+        places: while training, a mask [B, T] of the places whose logits [N, V'] are wanted, and no −∞ then.
+    """
+
+    ids: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ids: Tensor, vocab_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device=weight.device)
+        self.linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.register_buffer("ids", ids.to(weight.device), persistent=False)
+        self.vocab_size = vocab_size
+        self.places: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [B, T, H] → logits [B, T, V]."""
+        if self.places is not None:
+            return self.linear(hidden[self.places])
+        some = self.linear(hidden)
+        logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
+        logits[..., self.ids] = some
+        return logits
+
+
+def small_model(
+    target: PreTrainedModel, layers: Sequence[int], ids: Tensor, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A model of the target's family with copies of some of its layers, and a head for some of its tokens.
+
+    Args:
+        target: a causal LM; it is not modified, and its embedding is shared.
+        layers: which of its layers, in order; one may be named twice.
+        ids: LongTensor [V'], different token ids.
+        dtype: of the layers and the head; default: the target's.
+
+    Returns:
+        a model like any other of transformers, in eval mode, whose own parameters (`own_parameters`) can be trained.
+
+    Raises:
+        ValueError: for a layer or token that the target does not have.
+    """
+    depth, vocabulary = compat.text_config(target.config).num_hidden_layers, compat.vocab_size(target)
+    if not layers or not all(0 <= layer < depth for layer in layers):
+        raise ValueError(f"layers must name some of the target's layers 0…{depth - 1}, got {list(layers)}.")
+    ids = torch.as_tensor(ids).long()
+    if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(f"ids must be a list of tokens 0…{vocabulary - 1}, got {ids!r:.80}.")
+    shared = {id(tensor): tensor for tensor in [*target.parameters(), *target.buffers()]}
+    draft = copy.deepcopy(target, shared)  # new modules around the target's tensors
+    _keep_layers(draft, list(layers))
+    _own(draft)
+    head: Any = target.get_output_embeddings()
+    rows = ids.to(head.weight.device)
+    bias = getattr(head, "bias", None)
+    short = ShortHead(head.weight[rows], None if bias is None else bias[rows], ids, head.weight.shape[0])
+    draft.set_input_embeddings(SharedEmbedding(target.get_input_embeddings(), target.dtype))
+    draft.set_output_embeddings(short)
+    draft.config.grown_from = list(layers)
+    compat.text_config(draft.config).tie_word_embeddings = draft.config.tie_word_embeddings = False
+    return draft.to(dtype or target.dtype).eval()
+
+
+def _keep_layers(draft: PreTrainedModel, layers: list[int]) -> None:
+    """Cut the model down to these layers, and its configuration with it."""
+    config = compat.text_config(draft.config)
+    depth = config.num_hidden_layers
+    for module in draft.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == depth:
+                kept = [_renumbered(copy.deepcopy(child[old]), new) for new, old in enumerate(layers)]
+                setattr(module, name, nn.ModuleList(kept))
+    config.num_hidden_layers = len(layers)
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, [getattr(config, name)[old] for old in layers])
+
+
+def _renumbered(layer: nn.Module, index: int) -> nn.Module:
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = index
+    return layer
+
+
+def _own(draft: PreTrainedModel) -> None:
+    """Copies in place of all shared parameters but the embedding's and the head's."""
+    ends = {id(p) for end in (draft.get_input_embeddings(), draft.get_output_embeddings()) for p in end.parameters()}
+    for module in draft.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in ends:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+
+
+def own_parameters(draft: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """What a `small_model` does not take from its target: the parameters of the layers and of what is around them."""
+    frozen = {id(p) for p in draft.get_output_embeddings().parameters()}
+    return {name: p for name, p in draft.named_parameters() if id(p) not in frozen}
+
+
+# --- files ---
+
+
+def save_small_model(
+    draft: PreTrainedModel, target: PreTrainedModel, folder: str | os.PathLike[str], dtype: torch.dtype | None = None
+) -> Path:
+    """Write a `small_model` to a folder: ``draft.safetensors``, and ``draft.json`` with what it was made for.
+
+    Args:
+        draft: of `small_model`.
+        target: whose parts it was made of.
+        folder: is made if need be.
+        dtype: of the weights in the file; default: the draft's.
+
+    Returns:
+        the folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: p.detach().to(dtype or p.dtype).contiguous().cpu() for name, p in own_parameters(draft).items()}
+    head: Any = draft.get_output_embeddings()
+    save_file({**weights, ROWS: head.ids.int().cpu()}, folder / WEIGHTS, metadata={"format": "pt"})
+    told = {"format": FORMAT, "layers": draft.config.grown_from, "head_rows": len(head.ids)}
+    told["target"] = signature(target)
+    (folder / DESCRIPTION).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def signature(model: PreTrainedModel) -> dict[str, Any]:
+    """What a draft made for one target requires of another."""
+    config = compat.text_config(model.config)
+    names = ("model_type", "vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+    return {name: getattr(config, name) for name in names}
+
+
+def small_model_folder(name: str | os.PathLike[str]) -> Path | None:
+    """The folder of a small model: this one, or the one that ships with specnb under this name; None if neither is."""
+    path = Path(name).expanduser()
+    if path.exists() or len(path.parts) != 1:
+        return path if (path / DESCRIPTION).is_file() else None
+    shipped = data_path("drafts") / path.name
+    return shipped if (shipped / DESCRIPTION).is_file() else None
+
+
+def load_small_model(
+    folder: str | os.PathLike[str], target: PreTrainedModel, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Read a small model back, and give it the target's embedding and head.
+
+    Raises:
+        ValueError: if it was made for a target of another size, family or vocabulary, or the files are damaged.
+    """
+    folder = Path(folder)
+    told = _described(folder)
+    _check_target(folder, told["target"], signature(target))
+    weights = _weights(folder)
+    draft = small_model(target, told["layers"], weights.pop(ROWS), dtype)
+    own = own_parameters(draft)
+    found, expected = ({name: tuple(p.shape) for name, p in which.items()} for which in (weights, own))
+    if found != expected:
+        wrong = sorted(set(found.items()) ^ set(expected.items()))[0]
+        raise ValueError(f"{folder / WEIGHTS} does not hold the weights that its {DESCRIPTION} tells of: {wrong}.")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+            parameter.requires_grad_(False)
+    return draft
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or its name."""
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or its name, got {dtype!r}.")
+    return found
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    try:
+        told = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / DESCRIPTION} is damaged: {error}.") from error
+    if told.get("format") != FORMAT:
+        raise ValueError(f"{folder / DESCRIPTION} says format {told.get('format')!r}; this release reads {FORMAT!r}.")
+    return told
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{folder / WEIGHTS} is missing or damaged: {error}. Fetch or save it again.") from error
+    if ROWS not in weights:
+        raise ValueError(f"{folder / WEIGHTS} lacks {ROWS!r}, the tokens that the draft's head scores.")
+    return weights
+
+
+def _check_target(folder: Path, wanted: dict[str, Any], there: dict[str, Any]) -> None:
+    if wanted != there:
+        differ = ", ".join(f"{name} {value!r}, not {there.get(name)!r}" for name, value in wanted.items()
+                           if value != there.get(name))  # fmt: skip
+        raise ValueError(
+            f"The draft in {folder} shares its embedding and head with the target it was trained for, and this is "
+            f"another model. It wants {differ}. Take the target it was made for, or distil a draft for yours: "
+            "specnb.distill_draft(target, tokenizer)."
+        )
