@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.decoding import decode, generate
     from specnb.diagnosis import Diagnosis
     from specnb.doctor import diagnose
-    from specnb.drafters import Draft, Drafter, DraftModel, PromptLookup, Scripted
+    from specnb.drafters import Draft, Drafter, DraftModel, EarlyExit, PromptLookup, Scripted
     from specnb.models import load_model
     from specnb.offline import generate_many
     from specnb.oracle import exact_law
@@ -65,7 +65,7 @@ _HOMES = {
     "decoding": "decode generate",
     "diagnosis": "Diagnosis",
     "doctor": "diagnose",
-    "drafters": "Draft Drafter DraftModel PromptLookup Scripted",
+    "drafters": "Draft Drafter DraftModel EarlyExit PromptLookup Scripted",
     "models": "load_model",
     "offline": "generate_many",
     "oracle": "exact_law",

@@ -203,37 +203,6 @@ def check_compile(compile: Any) -> None:
         raise TypeError(f"compile must be True or False, got {compile!r}.")
 
 
-def check_same_vocabulary(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None, draft_tokenizer: Any = None
-) -> None:
-    """Raise unless draft and target read the same token ids the same way and sit on one device."""
-    if target.device != draft.device:
-        raise ValueError(
-            f"The target is on {target.device}, the draft model on {draft.device}; put both on one device: "
-            f"draft.to({str(target.device)!r})."
-        )
-    sizes = [compat.vocab_size(model) for model in (target, draft)]
-    names = [model.config.name_or_path or type(model).__name__ for model in (target, draft)]
-    if tokenizer is not None and draft_tokenizer is not None:
-        if tokenizer.get_vocab() != draft_tokenizer.get_vocab():
-            raise ValueError(_other_vocabulary(names, sizes, "their tokenizers assign different ids"))
-    elif not same_but_for_padding(*sizes):
-        raise ValueError(_other_vocabulary(names, sizes, "their sizes differ by more than padding"))
-
-
-def same_but_for_padding(a: int, b: int) -> bool:
-    """Whether two vocabulary sizes can be one vocabulary padded differently (to multiples of up to 512)."""
-    return abs(a - b) < 512 and min(a, b) > 0.9 * max(a, b)
-
-
-def _other_vocabulary(names: list[str], sizes: list[int], why: str) -> str:
-    return (
-        f"The target {names[0]!r} ({sizes[0]} tokens) and the draft {names[1]!r} ({sizes[1]} tokens) do not share a "
-        f"vocabulary: {why}. A drafted id would mean another token to the target. Take a draft of the same family; if "
-        "the tokenizers are the same, say so with DraftModel(..., tokenizer=...) and generate(..., tokenizer=...)."
-    )
-
-
 def check_rope(config: Any, longest: int) -> None:
     """Raise if a pass could reach the positions where a longrope model changes its rotation for the whole pass."""
     config = compat.text_config(config)

@@ -217,13 +217,20 @@ class Twin:
         self.narrows &= all(torch.equal(logits, whole[:, : logits.shape[1]]) for logits in found)
         self.widths.update(missing)  # only now: whoever interrupts the checks gets them again
 
-    def target_pass(self, cache: RaggedCache, tokens: Tensor, rows: list[int]) -> Tensor:
-        """`target_pass` over these rows; the last is repeated up to a power of two, so that few sizes are compiled."""
+    def target_pass(
+        self, cache: RaggedCache, tokens: Tensor, rows: list[int], network: PreTrainedModel | None = None
+    ) -> Tensor:
+        """`target_pass` over these rows; the last is repeated up to a power of two, so that few sizes are compiled.
+
+        Args:
+            network: some of the network's layers, if not all of them (`specnb.EarlyExit`).
+        """
         spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
         padded = torch.cat([tokens, tokens[-1:].expand(spare, -1)])
         cache.compiled = True
         try:
-            return target_pass(self.network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
+            network = self.network if network is None else network
+            return target_pass(network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
         finally:
             cache.compiled = False  # prefill is not, whatever else has been compiled: a text must not depend on that
 

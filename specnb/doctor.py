@@ -31,7 +31,7 @@ from specnb.advice import Candidate, Recommendation
 from specnb.cache import context_size
 from specnb.decoding import generate
 from specnb.diagnosis import TOO_BUSY, Check, Diagnosis, LoopCost, doubt_about
-from specnb.drafters import Drafter, DraftModel, PromptLookup
+from specnb.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
 from specnb.machine import describe_machine
 from specnb.profiling import PassCost, Rate, arithmetic_peak, forward_cost, memory_bandwidth, roofline, synchronise
 from specnb.progress import Progress, duration
@@ -374,7 +374,7 @@ def _try_drafters(
 
 def _lengths(drafter: Drafter, lengths: Sequence[int]) -> list[int]:
     """The k to try: a chain of single guesses can be any length, other drafts at most their own."""
-    if isinstance(drafter, DraftModel):
+    if isinstance(drafter, (DraftModel, EarlyExit)):
         return list(lengths)
     longest = drafter.num_draft_tokens
     return [k for k in lengths if k < longest] + [min(longest, max(lengths))]
@@ -387,6 +387,8 @@ def _code_of(drafter: Drafter) -> tuple[str, str]:
     if isinstance(drafter, DraftModel):
         name = drafter.model.config.name_or_path or "…"
         return "specnb.DraftModel(draft, num_draft_tokens={k})", f"draft, _ = specnb.load_model({name!r})"
+    if isinstance(drafter, EarlyExit):
+        return f"specnb.EarlyExit(layer={drafter.layer}, num_draft_tokens={{k}})", ""
     return f"{type(drafter).__name__}(num_draft_tokens={{k}})", ""
 
 

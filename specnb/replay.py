@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from specnb import checks, compat
 from specnb.adaptive import Adaptive
 from specnb.cache import context_size, target_pass
-from specnb.drafters import Drafter, DraftModel
+from specnb.drafters import Drafter, DraftModel, EarlyExit
 from specnb.drafters.base import Session
 from specnb.processing import Processors
 from specnb.profiling import synchronise
@@ -77,11 +77,12 @@ def replay(
     """Let the drafter guess at every place of a text that the target has written greedily after the prompt.
 
     A `DraftModel` guesses one token per place, nearly all in one pass: its longer greedy drafts are chains of these,
-    as long as they are right. Any other drafter guesses its ``num_draft_tokens`` at every place, and is taken to guess
-    the first of them if asked for fewer.
+    as long as they are right. So does an `EarlyExit`, with a cache of its own here, since the target makes no pass. Any
+    other drafter guesses its ``num_draft_tokens`` at every place, and is taken to guess the first of them if asked for
+    fewer.
 
     Args:
-        model: the target; only its configuration and device are used.
+        model: the target; only its configuration and device are used, and its first layers by an `EarlyExit`.
         drafter: a drafter that looks at tokens alone.
         prompt, text: token ids, at least one each.
         tokenizer: the target's, for drafters that want one.
@@ -95,11 +96,14 @@ def replay(
         raise ValueError(
             "Adaptive chooses by the times of a real run, which a replay lacks. Replay the drafter inside it."
         )
+    prefills = True
+    if isinstance(drafter, EarlyExit):
+        drafter, prefills = drafter.alone(model), False
     rows = Rows([list(prompt)], [len(text)], [StoppingCriteriaList()])
     session = Session(model, rows, Processors([LogitsProcessorList()]), compat.vocab_size(model), tokenizer)
     started = perf_counter()
     drafter.start(session)
-    start_ms = _since(started, model)
+    start_ms = _since(started, model) if prefills else 0.0
     if isinstance(drafter, DraftModel):
         right, call_ms = _chain_along(model, drafter, rows, text)
         room = context_size(drafter.model.config) - len(prompt) + 1

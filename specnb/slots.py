@@ -8,17 +8,17 @@ Source: iteration-level scheduling, Yu et al. 2022 (Orca, OSDI '22). Derived in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from specnb import compat
 from specnb.cache import RaggedCache
 from specnb.compiled import Twin
 from specnb.decoding import Run
-from specnb.drafters.base import Drafter, Session
+from specnb.drafters.base import Drafter
 from specnb.prefill import CHUNK, FIXED_CHUNK, read, same_bucket
 from specnb.preparation import Request
 from specnb.processing import Processors, same_rules
@@ -114,10 +114,7 @@ class Slots(Run):
             generators, twin,
         )  # fmt: skip
         if drafter is not None:
-            vocabulary = compat.vocab_size(model)
-            drafter.start(
-                Session(model, self.rows, self.processors, vocabulary, tokenizer, True, generators, self.sampling)
-            )
+            drafter.start(replace(self.session(tokenizer), do_sample=True))
 
     def join(self, b: int, request: Request) -> None:
         """A text enters row b; its prompt is read by `read` before it takes part in rounds."""

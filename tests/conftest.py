@@ -68,6 +68,7 @@ DRAFTERS = {
     "perturbed": lambda model: specnb.DraftModel(perturbed(model), num_draft_tokens=3),
     "always wrong": lambda model: specnb.Scripted(lambda context: [(context[-1] + 1 + i) % 7 for i in range(4)]),
     "adaptive": lambda model: adaptive(specnb.PromptLookup(), 0.0),
+    "early exit": lambda model: specnb.EarlyExit(1, num_draft_tokens=3),
     "now and then": lambda model: specnb.Scripted(lambda context: context[: len(context) % 4]),
 }
 

@@ -28,7 +28,7 @@ def written(llama):
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("kind", ["lookup", "copy", "perturbed", "always wrong", "now and then"])
+@pytest.mark.parametrize("kind", ["lookup", "copy", "perturbed", "always wrong", "early exit", "now and then"])
 def test_the_rounds_are_those_of_generate(llama, written, kind, k):
     ids, text = written
     drafter = DRAFTERS[kind](llama)

@@ -2,7 +2,8 @@
 
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.drafters.draft_model import DraftModel
+from specnb.drafters.early_exit import EarlyExit
 from specnb.drafters.prompt_lookup import PromptLookup
 from specnb.drafters.scripted import Scripted
 
-__all__ = ["Draft", "DraftModel", "Drafter", "PromptLookup", "Scripted", "Session"]
+__all__ = ["Draft", "DraftModel", "Drafter", "EarlyExit", "PromptLookup", "Scripted", "Session"]
