@@ -168,3 +168,7 @@ class Drafter:
 
     def observe(self, rows: Rows, kept: list[int]) -> None:
         """The round is decided: row b has grown by ``kept[b]`` tokens. Roll back what was guessed in vain."""
+
+    def expected_alpha(self, kind: Hashable) -> float:
+        """The α to expect of guesses of this kind before any has been seen; `Cascade` asks for it."""
+        return 0.6
