@@ -1374,11 +1374,15 @@ def check_find_the_bug(candidate: Callable[..., Any]) -> CheckResult:
     return FIND_THE_BUG.check(candidate)
 
 
-# ----------------------------------------------------------------------------------------- 07: what it buys
+# ------------------------------------------------------------------------------------------- from 07 on, elsewhere
+
+_ELSEWHERE = ("exercises_buys", "exercises_sibling")  # 07, 10
 
 
 def __getattr__(name: str) -> Any:
-    """The checks of notebook 07 are in a module of their own, which needs this one."""
-    if not name.startswith("check_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("specnb.exercises_buys"), name)
+    """The checks of later notebooks are in modules of their own, which need this one."""
+    for module in _ELSEWHERE if name.startswith("check_") else ():
+        found = getattr(importlib.import_module(f"specnb.{module}"), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
