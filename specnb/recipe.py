@@ -23,10 +23,12 @@ from specnb.models import load_model
 from specnb.workloads import encode
 
 SEED = 20240
-PART = 320  # questions from templates in a part
-INVENTED = 64  # questions that the target invents for each part
-PARTS = 40
-ANSWER = dict(max_new_tokens=128)
+PART = 256  # questions from templates in a part
+INVENTED = 48  # questions that the target invents for every other part
+LAG = 4  # parts come in fours: one is drawn, two invent; and each asks about the answers of the part so many before
+PARTS = 64
+TOP = 32
+ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"
 
 
@@ -35,33 +37,39 @@ def questions_of(part: int) -> list[tuple[str, str]]:
     return list(itertools.islice(curriculum.questions(PART * PARTS, SEED), PART * part, PART * (part + 1)))
 
 
-def temperatures(count: int) -> list[float]:
-    """Three of four answers are greedy, one is drawn: the draft is to guess under both."""
-    return [0.8 if i % 4 == 3 else 0.0 for i in range(count)]
+def temperature_of(part: int) -> float:
+    """Three of four parts are greedy, one is drawn: the draft is to guess under both."""
+    return 0.8 if part % 4 == 3 else 0.0
 
 
 def make_part(model: PreTrainedModel, tokenizer: Any, part: int, folder: Path, max_batch: int) -> None:
-    """Two rounds: questions from templates, and inventing some; then those, and tasks about the first answers."""
+    """Questions from templates, questions the model invents, and tasks about earlier answers; all answered by it."""
     seed = SEED + 10_000 * part
-    asked = questions_of(part)
-    prompts = ids(tokenizer, asked) + [opening(tokenizer)] * INVENTED
-    warm = temperatures(PART) + [1.0] * INVENTED
-    options = dict(max_batch=max_batch, top=32)
-    first = list(teaching.lessons(model, prompts, seed=seed, temperature=warm, **options, **ANSWER))
-    answers = [tokenizer.decode(lesson.tokens[lesson.answer :], skip_special_tokens=True) for lesson in first]
-    more = [("invented", text) for text in invented(answers[PART:])]
-    more += curriculum.further(zip([kind for kind, _ in asked], answers), seed)
-    second = list(
-        teaching.lessons(
-            model, ids(tokenizer, more), seed=seed + 5000, temperature=temperatures(len(more)), **options, **ANSWER
+
+    def answers(prompts: list[list[int]], temperature: float, tokens: int) -> list[teaching.Lesson]:
+        made = teaching.lessons(
+            model, prompts, top=TOP, max_batch=max_batch, seed=seed, temperature=temperature, max_new_tokens=tokens
         )
-    )
-    teaching.save(first[:PART] + second, folder / f"part-{part:03d}.safetensors")
-    (folder / f"part-{part:03d}.jsonl").write_text(curriculum.as_json(asked + more), encoding="utf-8")
+        return list(made)
+
+    turns = answers([opening(tokenizer)] * INVENTED, 1.0, TURN_TOKENS) if part % LAG < 2 else []
+    asked = questions_of(part) + list(invented(tokenizer, turns))
+    if part >= LAG:
+        asked += curriculum.further(answered(tokenizer, part - LAG, folder), seed)
+    prompts = [encode(tokenizer, question)[0].tolist() for _, question in asked]
+    lessons = answers(prompts, temperature_of(part), ANSWER_TOKENS)
+    teaching.save(lessons, path_of(part, folder))
+    path_of(part, folder).with_suffix(".jsonl").write_text(curriculum.as_json(asked), encoding="utf-8")
 
 
-def ids(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-    return [encode(tokenizer, question)[0].tolist() for _, question in pairs]
+def path_of(part: int, folder: Path) -> Path:
+    return folder / f"part-{part:03d}.safetensors"
+
+
+def answered(tokenizer: Any, part: int, folder: Path) -> Iterator[tuple[str, str]]:
+    """Kinds and answers of a part's questions from templates."""
+    for (kind, _), lesson in zip(questions_of(part), teaching.load(path_of(part, folder))):
+        yield kind, tokenizer.decode(lesson.tokens[lesson.answer :], skip_special_tokens=True)
 
 
 def opening(tokenizer: Any) -> list[int]:
@@ -70,19 +78,20 @@ def opening(tokenizer: Any) -> list[int]:
     return tokenizer(before + USER_TURN).input_ids
 
 
-def invented(texts: Sequence[str]) -> Iterator[str]:
+def invented(tokenizer: Any, turns: Sequence[teaching.Lesson]) -> Iterator[tuple[str, str]]:
     """The invented questions of a sensible length that touch no held-out one."""
     runs = curriculum.held_out_runs()
-    for text in texts:
-        if 15 < len(text.strip()) < 500 and not curriculum.overlaps(text, runs):
-            yield text.strip()
+    for turn in turns:
+        text = tokenizer.decode(turn.tokens[turn.answer :], skip_special_tokens=True).strip()
+        if 15 < len(text) < 500 and not curriculum.overlaps(text, runs):
+            yield "invented", text
 
 
 def make_lessons(folder: Path, worker: int, of: int, max_batch: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model()
     for part in range(worker, PARTS, of):
-        if not (folder / f"part-{part:03d}.safetensors").exists():
+        if not path_of(part, folder).exists():
             make_part(model, tokenizer, part, folder, max_batch)
             print(json.dumps({"part": part}), flush=True)
 

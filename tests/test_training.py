@@ -1,0 +1,411 @@
+"""Distilling a draft: lessons say what the target said, losses are what they are called, runs can be broken off."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specnb
+from specnb import curriculum, teaching, training
+from specnb.drafters.small_model import load_small_model, own_parameters, save_small_model, small_model
+from specnb.resources import data_path
+from tests.tiny import FAMILIES, VOCAB, fresh_logits, plain, prompt, tiny_model
+
+NEW = 20
+FEW = torch.arange(1, VOCAB - 1)  # a head that lacks the first and the last token
+
+
+@functools.cache
+def lessons(family: str = "llama", count: int = 60) -> list[teaching.Lesson]:
+    prompts = [prompt(8, seed=i)[0].tolist() for i in range(count)]
+    return list(teaching.lessons(tiny_model(family), prompts, top=8, max_new_tokens=NEW, progress=False))
+
+
+def distilled(**changes) -> training.Distilled:
+    options = dict(lessons=lessons(), epochs=2, batch_tokens=128, save_every=4, progress=False)
+    return specnb.distill_draft(tiny_model(), **{**options, **changes})
+
+
+def same_weights(a, b) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(own_parameters(a).values(), own_parameters(b).values()))
+
+
+# --- lessons ---
+
+
+def test_lessons_hold_the_targets_greedy_text_and_its_law(llama):
+    """The oracle: transformers' greedy search, and p from scratch at every token."""
+    ids = [prompt(n, seed=n) for n in (3, 9, 14)]
+    made = list(teaching.lessons(llama, [x[0].tolist() for x in ids], top=VOCAB, max_new_tokens=NEW, progress=False))
+    for x, lesson in zip(ids, made):
+        assert torch.equal(lesson.tokens, plain(llama, x, max_new_tokens=NEW)[0])
+        assert lesson.answer == x.shape[1]
+        p = fresh_logits(llama, lesson.tokens[None])[0, lesson.answer - 1 : -1].softmax(-1)
+        found = torch.zeros(NEW, VOCAB).scatter(1, lesson.ids, lesson.logp.exp())
+        torch.testing.assert_close(found, p, atol=2e-3, rtol=2e-3)
+        assert torch.equal(lesson.ids[:, 0], lesson.tokens[lesson.answer :])
+
+
+def test_lessons_drawn_are_reproducible_and_noted_at_their_temperature(llama):
+    ids = [prompt(6, seed=i)[0].tolist() for i in range(4)]
+    options = dict(top=VOCAB, max_new_tokens=8, temperature=[0.0, 0.7, 0.7, 0.7], top_k=0, progress=False)
+    once, again, other = (list(teaching.lessons(llama, ids, seed=s, **options)) for s in (5, 5, 6))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(once, again))
+    assert torch.equal(once[0].tokens, other[0].tokens)
+    assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(once[1:], other[1:]))
+    lesson = once[2]
+    p = (fresh_logits(llama, lesson.tokens[None])[0, lesson.answer - 1 : -1] / 0.7).softmax(-1)
+    found = torch.zeros(8, VOCAB).scatter(1, lesson.ids, lesson.logp.exp())
+    torch.testing.assert_close(found, p, atol=2e-3, rtol=2e-3)
+
+
+def test_lessons_come_in_the_order_of_the_prompts_whatever_the_batch(llama):
+    ids = [prompt(4 + i, seed=i)[0].tolist() for i in range(7)]
+    ways = [list(teaching.lessons(llama, ids, max_batch=b, top=4, max_new_tokens=6, progress=False)) for b in (1, 3)]
+    assert [x.tokens.tolist() for x in ways[0]] == [x.tokens.tolist() for x in ways[1]]
+    assert [x.tokens[: x.answer].tolist() for x in ways[0]] == ids
+
+
+def test_lessons_survive_a_file(tmp_path):
+    teaching.save(lessons(), tmp_path / "part.safetensors")
+    for a, b in zip(lessons(), teaching.load(tmp_path / "part.safetensors"), strict=True):
+        assert a.answer == b.answer
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("tokens", "ids", "logp"))
+    assert [path.name for path in tmp_path.iterdir()] == ["part.safetensors"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"top": 0}, "top must lie between 1 and"), ({"top": VOCAB + 1}, "top must lie between 1 and"),
+    ({"temperature": [0.0, 0.5]}, "got 2 for 1"), ({"temperature": float("nan")}, "temperature"),
+])  # fmt: skip
+def test_bad_lessons_are_refused(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        list(teaching.lessons(llama, [[1, 2]], **options, max_new_tokens=2, progress=False))
+
+
+# --- losses, against sums written out ---
+
+
+def slowly(name: str, p: list[float], q: list[float]) -> float:
+    if name == "total_variation":
+        return sum(abs(a - b) for a, b in zip(p, q)) / 2
+    if name == "forward_kl":
+        return sum(a * math.log(a / max(b, math.exp(-60))) for a, b in zip(p, q) if a > 0)
+    return sum(b * math.log(b / max(a, 1e-6)) for a, b in zip(p, q) if b > 0)
+
+
+def lumped_slowly(p, q, favourites, known):
+    """Favourites the draft knows, then all the others as one."""
+    kept = [token for token in favourites if token in known]
+    return [[law[t] for t in kept] + [sum(law) - sum(law[t] for t in kept)] for law in (p, q)]
+
+
+@pytest.mark.parametrize("top", [1, 3, 7], ids="top {}".format)
+@pytest.mark.parametrize("name", training.LOSSES)
+def test_losses_are_the_divergences_of_the_lumped_laws(name, top):
+    generator = torch.Generator().manual_seed(top)
+    known = [0, 2, 3, 5, 6]  # of seven tokens
+    column = torch.tensor([0, 5, 1, 2, 5, 3, 4])
+    for _ in range(20):
+        p = (3 * torch.randn(7, generator=generator)).softmax(-1)
+        logits = 3 * torch.randn(5, generator=generator)
+        q = torch.zeros(7).index_copy(0, torch.tensor(known), logits.softmax(-1))
+        probs, ids = p.topk(top)
+        small_p, logq = training.lump(logits[None], column[ids][None], probs.log()[None])
+        expected = slowly(name, *lumped_slowly(p.tolist(), q.tolist(), ids.tolist(), known))
+        assert float(training.LOSSES[name](small_p, logq)) == pytest.approx(expected, rel=2e-3, abs=2e-4)
+
+
+def test_with_all_tokens_the_losses_are_the_divergences_themselves():
+    p, logits = torch.rand(6, 9).softmax(-1), torch.randn(6, 9)
+    q = logits.softmax(-1)
+    small_p, logq = training.lump(logits, torch.arange(9).expand(6, 9), p.log())
+    expected = torch.nn.functional.kl_div(q.log(), p, reduction="none").sum(-1)
+    torch.testing.assert_close(training.forward_kl(small_p, logq), expected, atol=1e-5, rtol=1e-4)
+    accepted = torch.minimum(p, q).sum(-1)
+    torch.testing.assert_close(1 - training.total_variation(small_p, logq), accepted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", training.LOSSES)
+def test_losses_have_finite_gradients_where_a_law_is_extreme(name):
+    logits = torch.tensor([[80.0, 0.0, -80.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    logp = torch.tensor([[-60.0, 0.0], [0.0, -60.0]])
+    loss = training.LOSSES[name](*training.lump(logits, torch.tensor([[0, 3], [2, 1]]), logp)).sum()
+    loss.backward()
+    assert bool(loss.isfinite()) and bool(logits.grad.isfinite().all())
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("loss", training.LOSSES)
+def test_a_draft_learns(loss):
+    """One of the target's layers, on 44 answers; measured on 16 others."""
+    found = distilled(loss=loss, epochs=6, learning_rate=5e-3)
+    assert found.history[-1].alpha > found.history[0].alpha + 0.05
+    assert found.history[0].tokens == 0 and found.history[-1].tokens == sum(len(x.ids) for x in lessons()[:-16]) * 6
+
+
+def test_the_target_is_not_touched():
+    target = tiny_model()
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    config = target.config.to_json_string()
+    specnb.distill_draft(target, lessons=lessons(), epochs=1, batch_tokens=256, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    assert target.config.to_json_string() == config and not target.training
+    assert all(p.grad is None for p in target.parameters())
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 4, 7], ids="step {}".format)
+def test_a_run_that_was_broken_off_goes_on_bit_for_bit(tmp_path, at, monkeypatch):
+    whole = distilled()
+
+    def breaking(self):
+        if self.step == at:
+            raise Stopped
+        original(self)
+
+    original = training.Trainer.one_step
+    monkeypatch.setattr(training.Trainer, "one_step", breaking)
+    with pytest.raises(Stopped):
+        distilled(folder=tmp_path, save_every=3)
+    monkeypatch.setattr(training.Trainer, "one_step", original)
+    assert (tmp_path / training.STATE).exists() == (at >= 3)
+    resumed = distilled(folder=tmp_path, save_every=3)
+    assert same_weights(whole.draft, resumed.draft)
+    assert whole.history == resumed.history
+    assert same_weights(whole.draft, distilled(folder=tmp_path, save_every=3).draft)  # from the last state: no step
+
+
+def test_a_state_of_other_settings_is_refused(tmp_path):
+    distilled(folder=tmp_path, epochs=1)
+    with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002.*another folder"):
+        distilled(folder=tmp_path, epochs=1, learning_rate=0.002)
+
+
+def test_the_seed_decides():
+    assert same_weights(distilled(epochs=1).draft, distilled(epochs=1).draft)
+    assert not same_weights(distilled(epochs=1).draft, distilled(epochs=1, seed=1).draft)
+
+
+def test_prompts_are_answered_first(llama):
+    scores = []
+    ids = [prompt(8, seed=i)[0].tolist() for i in range(12)]
+    found = specnb.distill_draft(
+        llama, prompts=ids, held_out=4, epochs=1, max_new_tokens=6, top=4, callback=scores.append, progress=False
+    )
+    assert scores == found.history
+    assert [x.tokens[:8].tolist() for x in found.held_out] == ids[-4:]
+    assert found.settings["lessons"] == 8 and found.settings["tokens"] == 48
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"loss": "hinge"}, ValueError, "loss must be one of 'forward_kl'"),
+    ({"prompts": [[1, 2]]}, ValueError, "either prompts"),
+    ({"lessons": None}, ValueError, "either prompts"),
+    ({"lessons": None, "prompts": ["a text"]}, TypeError, "need the target's tokenizer"),
+    ({"max_new_tokens": 5}, TypeError, "max_new_tokens: the lessons are answered already"),
+    ({"held_out": 60}, ValueError, "held_out must leave some of the 60 lessons"),
+    ({"layers": [2]}, ValueError, "layers must name some of the target's layers 0…1"),
+    ({"layers": []}, ValueError, "layers must name"),
+])  # fmt: skip
+def test_bad_training_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        distilled(**changes)
+
+
+def test_what_agreement_predicts_is_what_decoding_does(llama):
+    """α and tokens per pass from one look at known answers, against decoding with the draft."""
+    found = distilled()
+    few = found.held_out[:4]
+    hits = training.agreement(found.draft, few)
+    for k in (1, 4):
+        stats = [
+            specnb.generate(
+                llama, lesson.tokens[None, : lesson.answer], specnb.DraftModel(found.draft, k), max_new_tokens=NEW
+            ).stats.total()
+            for lesson in few
+        ]
+        passes = sum(int(s.target_passes) for s in stats)
+        assert training.tokens_per_pass(hits, k) == pytest.approx(NEW * len(hits) / passes)
+    everywhere = training.agreement(found.draft, found.held_out)
+    assert found.history[-1].alpha == pytest.approx(float(torch.cat(everywhere).float().mean()))
+    assert training.tokens_per_pass([torch.tensor([True] * 12)], 3) == 4.0
+    assert math.isnan(training.tokens_per_pass([], 3))
+
+
+@pytest.mark.parametrize("steps", [2, 7, 100])
+def test_the_learning_rate_rises_then_falls_to_nothing(steps):
+    rates = [training.schedule(step, steps) for step in range(steps)]
+    assert max(rates) == 1.0 and min(rates) > 0 and training.schedule(steps, steps) == pytest.approx(0, abs=1e-9)
+
+
+def test_batches_hold_every_lesson_once_and_are_not_too_wide():
+    groups = training.batches(lessons(), 200, seed=3)
+    assert sorted(i for group in groups for i in group) == list(range(60))
+    assert all(len(group) * max(len(lessons()[i].tokens) for i in group) <= 200 for group in groups)
+    assert groups != training.batches(lessons(), 200, seed=4)
+
+
+# --- the small model ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_and_tokens_make_the_target_again(family):
+    target = tiny_model(family)
+    draft = small_model(target, range(2), torch.arange(VOCAB))
+    torch.testing.assert_close(fresh_logits(draft, prompt()), fresh_logits(target, prompt()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_survives_a_folder_and_changes_no_text(family, tmp_path):
+    target = tiny_model(family)
+    draft = small_model(target, [1], FEW)
+    with torch.no_grad():
+        for parameter in own_parameters(draft).values():
+            parameter.add_(0.01)
+    read = specnb.DraftModel.from_pretrained(save_small_model(draft, target, tmp_path), target=target)
+    assert torch.equal(fresh_logits(read.model, prompt()), fresh_logits(draft, prompt()))
+    assert read.model.get_input_embeddings().embedding is target.get_input_embeddings()
+    out = specnb.generate(target, prompt(), read, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, specnb.generate(target, prompt(), max_new_tokens=NEW).sequences)
+
+
+def test_tokens_outside_the_head_are_never_drafted(llama):
+    logits = fresh_logits(small_model(llama, [0], FEW), prompt())
+    assert torch.isinf(logits[..., [0, VOCAB - 1]]).all() and torch.isfinite(logits[..., FEW]).all()
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [VOCAB], [[1, 2]]], ids=str)
+def test_impossible_heads_are_refused(llama, ids):
+    with pytest.raises(ValueError, match=f"ids must be a list of tokens 0…{VOCAB - 1}"):
+        small_model(llama, [0], torch.tensor(ids))
+
+
+def test_a_draft_of_another_dtype(llama, tmp_path):
+    found = distilled(epochs=1)
+    read = specnb.DraftModel.from_pretrained(found.save(tmp_path), target=llama, num_draft_tokens=2, dtype="bfloat16")
+    assert read.model.dtype == torch.bfloat16 and read.num_draft_tokens == 2 and llama.dtype == torch.float32
+    out = specnb.generate(llama, prompt(), read, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, specnb.generate(llama, prompt(), max_new_tokens=NEW).sequences)
+    told = json.loads((tmp_path / "training.json").read_text())
+    assert [training.Score(**score) for score in told["history"]] == found.history
+    with pytest.raises(ValueError, match="dtype must be a floating-point"):
+        specnb.DraftModel.from_pretrained(tmp_path, target=llama, dtype="int8")
+
+
+def test_a_draft_for_another_target_is_refused(llama, tmp_path):
+    save_small_model(small_model(llama, [0], FEW), llama, tmp_path)
+    for other, told in ((tiny_model(vocab_size=70), "vocab_size 61, not 70"), (tiny_model("gpt2"), "model_type 'llama'")):
+        with pytest.raises(ValueError, match=told):
+            specnb.DraftModel.from_pretrained(tmp_path, target=other)
+    for nothing in (None, "SmolLM2"):
+        with pytest.raises(TypeError, match=r"uses its target's embedding.*target=model"):
+            specnb.DraftModel.from_pretrained(tmp_path, target=nothing)
+
+
+def test_damaged_drafts_are_refused(llama, tmp_path):
+    save_small_model(small_model(llama, [0], FEW), llama, tmp_path)
+    weights = load_file(tmp_path / "draft.safetensors")
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    save_file({key: value for key, value in weights.items() if key != name}, tmp_path / "draft.safetensors")
+    with pytest.raises(ValueError, match=f"does not hold the weights.*{name}"):
+        load_small_model(tmp_path, llama)
+    save_file({key: value for key, value in weights.items() if key != "head_ids"}, tmp_path / "draft.safetensors")
+    with pytest.raises(ValueError, match="lacks 'head_ids'"):
+        load_small_model(tmp_path, llama)
+    (tmp_path / "draft.safetensors").write_bytes(b"0" * 100)
+    with pytest.raises(ValueError, match="missing or damaged"):
+        load_small_model(tmp_path, llama)
+    told = json.loads((tmp_path / "draft.json").read_text())
+    (tmp_path / "draft.json").write_text(json.dumps({**told, "format": "specnb draft 9"}))
+    with pytest.raises(ValueError, match="this release reads 'specnb draft 1'"):
+        load_small_model(tmp_path, llama)
+    (tmp_path / "draft.json").write_text("{")
+    with pytest.raises(ValueError, match=r"draft\.json is damaged"):
+        load_small_model(tmp_path, llama)
+
+
+# --- questions ---
+
+
+def test_no_question_is_held_out():
+    """The suite that measures is never trained on: no question equals, contains or borrows from one of its ninety."""
+    asked = [question for _, question in curriculum.questions(3000, seed=1)]
+    held_out = [turn for p in specnb.load_prompts() for turn in p.turns]
+    runs = curriculum.held_out_runs(held_out)
+    assert len(set(asked)) == 3000
+    assert not any(question == turn or turn in question for question in asked for turn in held_out)
+    assert not any(curriculum.overlaps(question, runs) for question in asked)
+
+
+def test_a_leak_would_be_seen():
+    leak = specnb.load_prompts(limit=1)[3].turns[0]
+    for text in (leak, f"Please: {leak.upper()} Thanks!", " ".join(leak.split()[2:12])):
+        assert curriculum.overlaps(text, curriculum.held_out_runs())
+    assert not curriculum.overlaps("Write a poem about a heron.", curriculum.held_out_runs())
+    short = "".join(f"{word} " for word in "one two three".split())
+    assert curriculum.overlaps(short, curriculum.held_out_runs([short]))
+
+
+def test_questions_depend_on_the_seed_alone():
+    asked = list(curriculum.questions(200, seed=7))
+    assert asked == list(curriculum.questions(200, seed=7)) and asked[:50] == list(curriculum.questions(50, seed=7))
+    assert asked != list(curriculum.questions(200, seed=8))
+    assert {kind for kind, _ in asked} == set(curriculum.KINDS) and set(specnb.workloads.GROUPS) <= set(curriculum.KINDS)
+
+
+def test_answers_become_tasks():
+    code = "```python\ndef double(number):\n    result = number * 2\n    return result  # twice as much\n```"
+    prose = "The heron stood in the cold river. " * 8
+    held_out = specnb.load_prompts(group="copy_heavy_summary")[0].turns[0]
+    answers = [("maths", "4"), ("open_story", prose), ("open_story", held_out)] + [("code_completion", code)] * 12
+    made = list(curriculum.further(answers, seed=0))
+    assert 1 < len(made) < 10
+    kind, question = made[0]
+    assert kind in ("copy_heavy_summary", "retrieval_answer", "translation") and "heron stood" in question
+    assert all(kind == "code_edit" and "return result" in question for kind, question in made[1:])
+
+
+# --- the one that ships ---
+
+
+@functools.cache
+def shipped():
+    return data_path("drafts") / "smollm2-135m-draft"
+
+
+def test_the_shipped_draft_is_small_and_told_about():
+    files = {path.name for path in shipped().iterdir()}
+    assert {"draft.json", "draft.safetensors", "training.json", "evaluation.json", "README.md"} <= files
+    assert sum(path.stat().st_size for path in shipped().iterdir()) <= 20e6
+    history = json.loads((shipped() / "training.json").read_text())["history"]
+    assert history[-1]["alpha"] > history[0]["alpha"]
+    groups = json.loads((shipped() / "evaluation.json").read_text())["groups"]
+    assert list(groups) == list(specnb.workloads.GROUPS)
+
+
+@pytest.mark.real_model
+def test_the_shipped_draft_guesses_well_on_questions_it_has_never_seen(real):
+    """Four groups of the suite, one question each; over all of it the card says more."""
+    model, tokenizer = real
+    drafter = specnb.DraftModel.from_pretrained("smollm2-135m-draft", target=model)
+    passes = 0
+    for p in specnb.load_prompts(group=["code_edit", "structured_output", "list", "maths"], limit=1):
+        out = specnb.generate(model, specnb.encode(tokenizer, p), drafter, max_new_tokens=48, do_sample=False)
+        passes += int(out.stats.target_passes) / int(out.stats.emitted)
+    assert passes / 4 < 1 / 1.5
+    other = tiny_model(vocab_size=100)
+    with pytest.raises(ValueError, match="vocab_size 49152, not 100"):
+        specnb.DraftModel.from_pretrained("smollm2-135m-draft", target=other)
+
+
