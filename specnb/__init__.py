@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.decoding import decode, generate
     from specnb.diagnosis import Diagnosis
     from specnb.doctor import diagnose
-    from specnb.drafters import Draft, Drafter, DraftModel, EarlyExit, PromptLookup, Scripted
+    from specnb.drafters import Cascade, Draft, Drafter, DraftModel, EarlyExit, PromptLookup, Scripted
     from specnb.models import load_model
     from specnb.offline import generate_many
     from specnb.oracle import exact_law
@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
         speedup,
         tokens_per_round_law,
     )
+    from specnb.training import Distilled, distill_draft
+    from specnb.trees import verify_tree_greedy, verify_tree_sample
     from specnb.verification import Verdict, emitted_distribution, residual, verify_greedy, verify_sample
     from specnb.workloads import Prompt, encode, load_prompts
 
@@ -65,7 +67,7 @@ _HOMES = {
     "decoding": "decode generate",
     "diagnosis": "Diagnosis",
     "doctor": "diagnose",
-    "drafters": "Draft Drafter DraftModel EarlyExit PromptLookup Scripted",
+    "drafters": "Cascade Draft Drafter DraftModel EarlyExit PromptLookup Scripted",
     "models": "load_model",
     "offline": "generate_many",
     "oracle": "exact_law",
@@ -76,6 +78,8 @@ _HOMES = {
     "total_variation two_sample_chi_square",
     "theory": "CostCurve best_draft_length break_even_alpha expected_tokens operations_factor speedup "
     "tokens_per_round_law",
+    "training": "Distilled distill_draft",
+    "trees": "verify_tree_greedy verify_tree_sample",
     "verification": "Verdict emitted_distribution residual verify_greedy verify_sample",
     "workloads": "Prompt encode load_prompts",
 }

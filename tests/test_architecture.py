@@ -44,7 +44,8 @@ def imports_of(path: Path) -> set[str]:
         ("reuse.py", {"specnb.cache", "specnb.prefill"}),
         ("drafters/base.py", {"specnb.verification"}),
         ("drafters/scripted.py", {"specnb.drafters.base"}),
-        ("drafters/prompt_lookup.py", {"specnb.drafters.base"}),
+        ("drafters/suffixes.py", set()),
+        ("drafters/prompt_lookup.py", {"specnb.drafters.base", "specnb.drafters.suffixes"}),
     ],
 )
 def test_imports_point_one_way(module, may_know):

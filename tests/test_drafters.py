@@ -4,72 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import specnb
-import specnb.drafters.prompt_lookup
 from tests.tiny import VOCAB, perturbed, plain, prompt, tiny_model
 
 IDS = prompt(12)
-
-
-# --- prompt lookup ---
-
-
-def slow_lookup(tokens: list[int], limit: int, sizes=(3, 2, 1)) -> list[int]:
-    """The oracle: scan backwards for the longest suffix, then the next shorter one."""
-    for size in sizes:
-        suffix = tokens[-size:]
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if len(suffix) == size and tokens[start : start + size] == suffix:
-                return tokens[start + size : start + size + limit]
-    return []
-
-
-@settings(deadline=None, max_examples=400)
-@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 12))
-def test_lookup_finds_what_a_scan_finds(tokens, limit):
-    assert specnb.PromptLookup().propose(tokens, limit) == slow_lookup(tokens, limit)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=8))
-def test_a_growing_context_is_looked_up_as_if_seen_whole(pieces):
-    index, tokens = specnb.drafters.prompt_lookup._Index(1, 3), []
-    for piece in pieces:
-        tokens += piece
-        size, guesses = index.follow(tokens, 5)
-        assert guesses == slow_lookup(tokens, 5)
-        assert size == max((n for n in (1, 2, 3) if slow_lookup(tokens, 5, sizes=(n,))), default=0)
-
-
-@pytest.mark.parametrize(
-    ("context", "guess"),
-    [
-        ([], []),
-        ([5], []),
-        ([5, 6], []),
-        ([5, 5], [5]),
-        ([7, 7, 7, 7], [7]),  # a partial draft
-        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # the latest match decides
-        ([0, 1, 2, 9, 1, 2, 8, 0, 1, 2], [9, 1, 2, 8, 0, 1, 2]),  # the longer match goes before the later one
-        ([3, 0, 0, 4, 3], [0, 0, 4, 3]),  # token 0 is an ordinary token
-    ],
-)
-def test_lookup_policy(context, guess):
-    assert specnb.PromptLookup(10).propose(context, 10) == guess
-
-
-def test_lookup_ngram_bounds():
-    context = [1, 2, 3, 9, 3, 8, 1, 2, 3]
-    assert specnb.PromptLookup(max_ngram=1).propose(context, 2) == [8, 1]
-    assert specnb.PromptLookup(max_ngram=3).propose(context, 2) == [9, 3]
-    assert specnb.PromptLookup(min_ngram=3).propose([1, 9, 1], 2) == []
-    for bounds in (dict(min_ngram=0), dict(min_ngram=3, max_ngram=2)):
-        with pytest.raises(ValueError, match="min_ngram ≤ max_ngram"):
-            specnb.PromptLookup(**bounds)
 
 
 # --- scripted and home-made ---

@@ -1,0 +1,257 @@
+"""Cascade: a cheap drafter first, and a better one where the first has nothing, or nothing that can be trusted.
+
+Prompt lookup costs nothing and is right for long stretches, but only where the text repeats itself; a draft model
+always has a guess, at a price. Row by row and round by round, the first drafter's guesses are sent if they promise at
+least as much as the next one's, whose price is taken off:
+
+    passed(first's guesses)  ≥  passed(next one's k guesses) − pace · c · k
+
+Expected numbers of guesses that pass are α + α² + … + αⁿ, with the α of this row, this part and this kind of guess
+lately (the length of the suffix that lookup has found, for one). What a guess of the next part costs, c, is in target
+passes; ``pace`` is how many tokens the row has lately written per pass' worth of time, so that c · k is told in tokens.
+This is the rule by which `specnb.Adaptive` chooses k (notebook 07), applied to the choice of the drafter.
+
+Why the text stays the target's own. Which part drafts is decided from the past, and from guesses that are
+deterministic (q is one-hot); guesses that were drawn from a q are sent as they are. Nothing here looks at a clock or at
+other rows: a row's drafts are the same alone, in a batch, and in every run.
+
+Source: the mixture is as old as prompt lookup itself; the rule is derived in notebook 09.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specnb import checks
+from specnb.drafters.base import Draft, Drafter, Session
+from specnb.estimates import Chance, Kind, Pace
+from specnb.verification import one_hot
+
+if TYPE_CHECKING:
+    from specnb.rows import Rows
+
+ANY = None  # all kinds of guesses of a part together, and the kind of a part that tells none
+READ_UP = 32  # tokens a part may have missed before it is asked to read them without guessing
+
+
+class Cascade(Drafter):
+    """Asks its parts in order, and sends of each row the first guesses worth sending.
+
+        drafter = specnb.Cascade(specnb.PromptLookup(), specnb.DraftModel(small))
+
+    Each part drafts at most its own ``num_draft_tokens``. The last part's guesses are always sent. ``kinds``, and
+    ``kind`` in the trace, tell the part and its own kind of guess: "PromptLookup 3", "DraftModel".
+
+    Args:
+        *parts: two or more drafters, cheapest first.
+        c: what one guess of the parts after the first takes, in target passes: one number, or one for each of them.
+
+    Raises:
+        TypeError, ValueError: for parts that are no drafters, or a negative c. `Adaptive` goes around a cascade, not
+            into it.
+    """
+
+    def __init__(self, *parts: Drafter, c: float | Sequence[float] = 0.1) -> None:
+        _check_parts(parts)
+        super().__init__(max(part.num_draft_tokens for part in parts))
+        later = len(parts) - 1
+        costs = [c] * later if isinstance(c, (int, float)) else list(c)
+        if len(costs) != later or not all(0 <= one < float("inf") for one in costs):
+            raise ValueError(f"c must be a cost of at least 0, or one for each part after the first, got {c!r}.")
+        self.parts, self.costs = parts, [0.0, *costs]
+        self.names = _names(parts)
+
+    def start(self, session: Session) -> None:
+        self._session = session
+        self._rows = [_Row() for _ in range(len(session.rows))]
+        self._offers: list[_Offer] = []
+        self._known = [session.rows.lengths for _ in self.parts]  # tokens of each row that a part has read, at least
+        for part in self.parts:
+            part.start(session)
+
+    def join(self, row: int) -> None:
+        self._rows[row] = _Row()
+        for known, part in zip(self._known, self.parts):
+            known[row] = 0
+            part.join(row)
+
+    def prefill(self, row: int, count: int) -> None:
+        for known, part in zip(self._known, self.parts):
+            known[row] = count
+            part.prefill(row, count)
+
+    def leave(self, row: int) -> None:
+        for part in self.parts:
+            part.leave(row)
+
+    def draft(self, rows: Rows, limits: list[int]) -> Draft:
+        self._offers, wanted = [], list(limits)
+        for i in range(len(self.parts)):
+            asked = [self._worth_asking(row, i, n)[0] for row, n in zip(self._rows, wanted)]
+            if any(asked):
+                self._read_up(i, rows, asked)
+                offer = self._offer(i, rows, asked, wanted)
+                self._offers.append(offer)
+                wanted = [0 if b in offer.sent else n for b, n in enumerate(wanted)]
+        return self._joined(len(rows))
+
+    def _worth_asking(self, row: _Row, i: int, limit: int) -> tuple[int, float]:
+        """How many guesses of part i are worth their price, and the tokens that they promise beyond it."""
+        k, price = min(limit, self.parts[i].num_draft_tokens), row.pace.rate * self.costs[i]
+        alpha = row.alpha(i, ANY, self.parts[i])
+        gains = [alpha**j - price for j in range(1, k + 1) if alpha**j > price]  # they fall: each needs those before it
+        return (len(gains), sum(gains)) if price else (k, sum(gains))
+
+    def _read_up(self, i: int, rows: Rows, asked: list[int]) -> None:
+        """A part that has long sat out reads the row first, as it would a prompt: without scoring every token."""
+        for b, length in enumerate(rows.lengths):
+            if asked[b]:
+                if length - self._known[i][b] > READ_UP:
+                    self.parts[i].prefill(b, length - 1)
+                self._known[i][b] = length
+
+    def _offer(self, i: int, rows: Rows, asked: list[int], wanted: list[int]) -> _Offer:
+        """What part i proposes, and for which rows it is sent. What was drawn is not judged after the draw."""
+        draft = checks.checked_draft(self.parts[i].draft(rows, asked), asked, self._session.vocab_size)
+        lengths = draft.lengths.tolist()
+        kinds: list[Kind] = [ANY] * len(rows) if draft.kinds is None else list(draft.kinds)
+        sent = [
+            b for b, n in enumerate(lengths)
+            if n and (draft.probs is not None or self._is_trusted(self._rows[b], i, kinds[b], n, wanted[b]))
+        ]  # fmt: skip
+        return _Offer(i, draft, lengths, kinds, sent)
+
+    def _is_trusted(self, row: _Row, i: int, kind: Kind, n: int, limit: int) -> bool:
+        """Whether a row's n guesses of part i promise as much as any later part's."""
+        promised = sum(row.alpha(i, kind, self.parts[i]) ** j for j in range(1, n + 1))
+        return all(promised >= self._worth_asking(row, j, limit)[1] for j in range(i + 1, len(self.parts)))
+
+    def _joined(self, size: int) -> Draft:
+        """One draft out of the rows that each offer is sent for."""
+        lengths = torch.zeros(size, dtype=torch.long)
+        kinds: list[str | None] = [None] * size
+        for offer in self._offers:
+            for b in offer.sent:
+                lengths[b], kinds[b] = offer.lengths[b], self._named(offer.part, offer.kinds[b])
+        drafts = [offer.draft for offer in self._offers]
+        device = next((draft.tokens.device for draft in drafts if draft.tokens.device.type != "cpu"), None)
+        tokens = torch.zeros(size, int(lengths.max()), dtype=torch.long, device=device)
+        for offer in self._offers:
+            _put(tokens, offer.draft.tokens, offer.sent)
+        return Draft(tokens, lengths, self._joined_probs(tokens), kinds=kinds)
+
+    def _joined_probs(self, tokens: Tensor) -> Tensor | None:
+        """q [B, K, V]: as the guesses were drawn; one-hot in rows whose guesses are deterministic. None if all are."""
+        drawn = [(offer.draft.probs, offer.sent) for offer in self._offers if offer.sent]
+        if all(probs is None for probs, _ in drawn):
+            return None
+        q = one_hot(tokens, torch.empty(0, self._session.vocab_size, device=tokens.device))
+        for probs, sent in drawn:
+            if probs is not None:
+                _put(q, probs, sent)
+        return q
+
+    def _named(self, i: int, kind: Kind) -> str:
+        return self.names[i] if kind is ANY else f"{self.names[i]} {kind}"
+
+    def observe(self, rows: Rows, kept: list[int]) -> None:
+        """Every part hears of the round, and every offer is compared with what was written, sent or not."""
+        for part in self.parts:
+            part.observe(rows, kept)
+        spent = [1.0] * len(rows)  # in target passes
+        for offer in self._offers:
+            for b, guesses in enumerate(offer.draft.tokens.tolist()):
+                n = offer.lengths[b]
+                spent[b] += self.costs[offer.part] * n
+                if n and kept[b]:
+                    self._rows[b].learn(offer.part, offer.kinds[b], guesses[:n], rows.view(b)[-kept[b] :])
+        for row, grown, time in zip(self._rows, kept, spent):
+            if grown:
+                row.end_of_round(grown, time)
+        self._offers = []
+
+    def __repr__(self) -> str:
+        return f"Cascade({', '.join(self.names)})"
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one part has proposed in a round."""
+
+    part: int
+    draft: Draft
+    lengths: list[int]
+    kinds: list[Kind]
+    sent: list[int]  # the rows for which it is sent
+
+
+class _Chance(Chance):
+    """A row is short, so what is known beforehand counts for more than in a long run."""
+
+    __slots__ = ()
+    PRIOR_WEIGHT = 6.0
+
+
+class _Row:
+    """What one row has shown: how often guesses of each part and kind pass, and the pace at which it is written."""
+
+    FADE = 0.97  # what an outcome still counts after one more
+    STALE = 0.97  # … and after a round in which nobody guessed
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._chances: dict[tuple[int, Kind], _Chance] = {}
+        self._seen: set[tuple[int, Kind]] = set()
+
+    def alpha(self, part: int, kind: Kind, drafter: Drafter) -> float:
+        """The chance that a guess passes; what the drafter itself expects, before the first."""
+        chance, expected = self._chances.get((part, kind)), drafter.expected_alpha(kind)
+        return expected if chance is None else chance.given(expected)
+
+    def learn(self, part: int, kind: Kind, guesses: Sequence[int], written: Sequence[int]) -> None:
+        """Guesses were made where these tokens were written: up to the first that differs, each of them passed."""
+        for known in {(part, kind), (part, ANY)}:
+            chance = self._chances.setdefault(known, _Chance(self.FADE, 1.0))
+            self._seen.add(known)
+            for guess, token in zip(guesses, written):
+                chance.learn(guess == token)
+                if guess != token:
+                    break
+
+    def end_of_round(self, grown: int, time: float) -> None:
+        """The row has grown by so many tokens in so much time; what was not seen again grows old."""
+        self.pace.add(grown, time)
+        for known, chance in self._chances.items():
+            if known not in self._seen:
+                chance.weaken(self.STALE)
+        self._seen.clear()
+
+
+def _put(whole: Tensor, part: Tensor, rows: list[int]) -> None:
+    """Write these rows of [B, k, …] over the first k places of a tensor [B, K, …]."""
+    if rows:
+        k = min(whole.shape[1], part.shape[1])
+        whole[rows, :k] = part[rows, :k].to(whole.device, whole.dtype)
+
+
+def _check_parts(parts: Sequence[object]) -> None:
+    from specnb.adaptive import Adaptive  # it knows drafters, not the other way round
+
+    if len(parts) < 2 or len({id(part) for part in parts}) < len(parts):
+        raise ValueError(f"A cascade has two or more parts, each of them another drafter; got {len(parts)}.")
+    for part in parts:
+        checks.check_drafter(part)
+        if part is None or isinstance(part, Adaptive):
+            raise TypeError(f"A part of a cascade must be a drafter, got {part!r}. Adaptive goes around the cascade.")
+
+
+def _names(parts: Sequence[Drafter]) -> list[str]:
+    """The classes' names, numbered from the second of a class on."""
+    classes = [type(part).__name__ for part in parts]
+    counts = [classes[: i + 1].count(name) for i, name in enumerate(classes)]
+    return [name if n == 1 else f"{name} ({n})" for name, n in zip(classes, counts)]
