@@ -10,7 +10,9 @@ without replacement and rejecting them one after another: Jeon et al. 2024 (arXi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -249,3 +251,80 @@ def path_of(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) 
         else:
             break
     return path
+
+
+# ------------------------------------------------------------------------------------------------- static shapes
+
+Path = tuple[int, ...]  # the ranks that lead to a node: (0, 2) is the third candidate after the first one
+
+
+def shape_parents(shape: Sequence[Path]) -> list[int]:
+    """The parents of a shape's nodes; every beginning of a path must come before it.
+
+    Raises:
+        ValueError: if one is missing, or a path is empty or comes twice.
+    """
+    number: dict[Path, int] = {(): ROOT}
+    for i, path in enumerate(shape):
+        if not path or path in number:
+            raise ValueError(f"Node {i} of the tree, {path}, is {'there twice' if path else 'empty'}.")
+        if path[:-1] not in number:
+            raise ValueError(f"Node {i} of the tree, {path}, has no parent: put {path[:-1]} before it.")
+        number[path] = i
+    return [number[path[:-1]] for path in shape]
+
+
+def grow_shape(accuracies: Sequence[Sequence[float]], num_nodes: int) -> list[Path]:
+    """The tree of so many nodes that writes the most tokens a round, if guesses at different depths are independent.
+
+    Args:
+        accuracies: at depth d (from 0), of each rank the chance that this candidate is the right one.
+        num_nodes: at most; fewer if the accuracies name no more.
+
+    Returns:
+        paths, in an order in which parents come first: node by node the one with the best chance that all of its path
+        is right. A chance grows neither with depth nor with rank, so no other tree of a size is better.
+    """
+    ranks = [[r for _, r in sorted((-chance, r) for r, chance in enumerate(row))] for row in accuracies]
+    open_nodes: list[tuple[float, Path, Path]] = []  # (−chance, places in the order of chances, ranks)
+
+    def offer(above: float, places: Path, path: Path, place: int) -> None:
+        depth = len(path)
+        if depth < len(ranks) and place < len(ranks[depth]):
+            rank = ranks[depth][place]
+            heapq.heappush(open_nodes, (-above * accuracies[depth][rank], (*places, place), (*path, rank)))
+
+    offer(1.0, (), (), 0)
+    shape: list[Path] = []
+    while open_nodes and len(shape) < num_nodes:
+        chance, places, path = heapq.heappop(open_nodes)
+        shape.append(path)
+        own = accuracies[len(path) - 1][path[-1]]
+        offer(-chance, places, path, 0)
+        offer(-chance / own if own else 0.0, places[:-1], path[:-1], places[-1] + 1)
+    return shape
+
+
+def expected_tree_tokens(accuracies: Sequence[Sequence[float]], shape: Sequence[Path]) -> float:
+    """Tokens that a round over the tree writes on average: one, and of each node the chance that its path is right."""
+    return 1.0 + sum(math.prod(accuracies[d][rank] for d, rank in enumerate(path)) for path in shape)
+
+
+def best_shape(
+    accuracies: Sequence[Sequence[float]], cost: Callable[[int], float], max_nodes: int, drafting: float = 0.0
+) -> list[Path]:
+    """The tree that writes the most tokens per second on a machine; empty if drafting does not pay.
+
+    Args:
+        accuracies: as for `grow_shape`.
+        cost: the time of a pass by its number of positions, such as a `CostCurve`; a tree of N nodes has N + 1.
+        max_nodes: the largest tree looked at.
+        drafting: time of a round's drafting, in the unit of ``cost``.
+    """
+    whole = grow_shape(accuracies, max_nodes)
+    best, best_rate = 0, 1 / cost(1)
+    for n in range(1, len(whole) + 1):
+        rate = expected_tree_tokens(accuracies, whole[:n]) / (cost(n + 1) + drafting)
+        if rate > best_rate:
+            best, best_rate = n, rate
+    return whole[:best]

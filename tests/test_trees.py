@@ -340,3 +340,54 @@ def test_merged_continuations_are_the_paths_of_the_tree(paths, limit):
     for path in beginnings:
         found = [tokens[i] for i in trees.path_of(tokens, parents, path)]
         assert found == list(path[: len(found)])
+
+
+# ----------------------------------------------------------------------------------------------- static shapes
+
+
+def all_shapes(accuracies, size):
+    """Every tree of a size, as sets of paths."""
+    nodes = [
+        path
+        for depth in range(1, len(accuracies) + 1)
+        for path in itertools.product(*[range(len(row)) for row in accuracies[:depth]])
+    ]
+    for shape in itertools.combinations(nodes, size):
+        if all(path[:-1] in shape or len(path) == 1 for path in shape):
+            yield shape
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 4))
+def test_no_tree_of_the_size_is_better(accuracies, size):
+    shape = trees.grow_shape(accuracies, size)
+    found = trees.expected_tree_tokens(accuracies, shape)
+    possible = [trees.expected_tree_tokens(accuracies, other) for other in all_shapes(accuracies, len(shape))]
+    assert found == pytest.approx(max(possible))
+    parents = trees.shape_parents(shape)
+    assert all(parent < i for i, parent in enumerate(parents))
+
+
+def test_expected_tokens_of_a_tree_by_hand():
+    accuracies = [[0.5, 0.25], [0.4, 0.2]]
+    assert trees.expected_tree_tokens(accuracies, [(0,), (1,), (0, 0)]) == pytest.approx(1 + 0.5 + 0.25 + 0.5 * 0.4)
+    chain = [[0.8]] * 4
+    assert trees.expected_tree_tokens(chain, trees.grow_shape(chain, 4)) == pytest.approx(
+        specnb.expected_tokens(0.8, 4)
+    )
+
+
+def test_the_best_tree_depends_on_what_positions_cost():
+    accuracies = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.2, 0.1]]
+    free = trees.best_shape(accuracies, lambda positions: 1.0, 20)
+    dear = trees.best_shape(accuracies, lambda positions: 1.0 + 0.3 * (positions - 1), 20)
+    assert len(free) == 20 and 1 <= len(dear) < 5
+    assert trees.best_shape(accuracies, lambda positions: positions, 20) == []
+    slow_draft = trees.best_shape(accuracies, lambda positions: 1.0, 20, drafting=9.0)
+    assert slow_draft == []
+
+
+@pytest.mark.parametrize(("shape", "message"), [([(0, 1)], "no parent"), ([(0,), (0,)], "twice"), ([()], "empty")])
+def test_a_shape_with_a_hole_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        trees.shape_parents(shape)
