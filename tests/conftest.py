@@ -64,6 +64,8 @@ def adaptive(drafter: specnb.Drafter, c: float) -> specnb.Adaptive:
 DRAFTERS = {
     "none": lambda model: None,
     "lookup": lambda model: specnb.PromptLookup(),
+    "lookup, longest": lambda model: specnb.PromptLookup(4, policy="longest", corpus=[[5, 1, 2, 3]], cyclic=True),
+    "cascade": lambda model: specnb.Cascade(specnb.PromptLookup(4), specnb.DraftModel(perturbed(model), 3)),
     "copy": lambda model: specnb.DraftModel(model),
     "perturbed": lambda model: specnb.DraftModel(perturbed(model), num_draft_tokens=3),
     "always wrong": lambda model: specnb.Scripted(lambda context: [(context[-1] + 1 + i) % 7 for i in range(4)]),

@@ -20,6 +20,7 @@ Source: the mixture is as old as prompt lookup itself; the rule is derived in no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -93,6 +94,8 @@ class Cascade(Drafter):
         self._offers, wanted = [], list(limits)
         for i in range(len(self.parts)):
             asked = [self._worth_asking(row, i, n)[0] for row, n in zip(self._rows, wanted)]
+            for row, n in zip(self._rows, asked):
+                row.asks(i, n)
             if any(asked):
                 self._read_up(i, rows, asked)
                 offer = self._offer(i, rows, asked, wanted)
@@ -101,11 +104,15 @@ class Cascade(Drafter):
         return self._joined(len(rows))
 
     def _worth_asking(self, row: _Row, i: int, limit: int) -> tuple[int, float]:
-        """How many guesses of part i are worth their price, and the tokens that they promise beyond it."""
+        """How many guesses of part i are worth their price, and the tokens that they promise beyond it.
+
+        A part that has not been asked for a while is given the benefit of the doubt, so that it can show what it is.
+        """
         k, price = min(limit, self.parts[i].num_draft_tokens), row.pace.rate * self.costs[i]
         alpha = row.alpha(i, ANY, self.parts[i])
-        gains = [alpha**j - price for j in range(1, k + 1) if alpha**j > price]  # they fall: each needs those before it
-        return (len(gains), sum(gains)) if price else (k, sum(gains))
+        alpha = (1.0 + alpha) / 2 if row.is_due(i) else alpha
+        gains = [alpha**j - price for j in range(1, k + 1) if not price or alpha**j > price]
+        return len(gains), sum(gains)
 
     def _read_up(self, i: int, rows: Rows, asked: list[int]) -> None:
         """A part that has long sat out reads the row first, as it would a prompt: without scoring every token."""
@@ -172,7 +179,7 @@ class Cascade(Drafter):
                     self._rows[b].learn(offer.part, offer.kinds[b], guesses[:n], rows.view(b)[-kept[b] :])
         for row, grown, time in zip(self._rows, kept, spent):
             if grown:
-                row.end_of_round(grown, time)
+                row.pace.add(grown, time)
         self._offers = []
 
     def __repr__(self) -> str:
@@ -198,38 +205,53 @@ class _Chance(Chance):
 
 
 class _Row:
-    """What one row has shown: how often guesses of each part and kind pass, and the pace at which it is written."""
+    """What one row has shown: how often guesses of each part and kind pass, and the pace at which it is written.
 
-    FADE = 0.97  # what an outcome still counts after one more
-    STALE = 0.97  # … and after a round in which nobody guessed
+    A part that sits out shows nothing. So it is tried again after a few rounds, ever more rarely while that changes
+    nothing. If then all its guesses pass, the text has turned, and what was known of the part is forgotten.
+    """
+
+    FADE = 0.985  # what an outcome still counts after one more
+    FIRST_WAIT, LONGEST_WAIT = 4, 64  # rounds
 
     def __init__(self) -> None:
         self.pace = Pace()
         self._chances: dict[tuple[int, Kind], _Chance] = {}
-        self._seen: set[tuple[int, Kind]] = set()
+        self._out: Counter[int] = Counter()  # part → rounds for which it has sat out
+        self._wait: dict[int, int] = {}
+        self._tried: set[int] = set()  # parts that are tried again in this round
 
     def alpha(self, part: int, kind: Kind, drafter: Drafter) -> float:
         """The chance that a guess passes; what the drafter itself expects, before the first."""
         chance, expected = self._chances.get((part, kind)), drafter.expected_alpha(kind)
         return expected if chance is None else chance.given(expected)
 
+    def is_due(self, part: int) -> bool:
+        """Whether a part that sits out should be tried again."""
+        return self._out[part] >= self._wait.get(part, self.FIRST_WAIT)
+
+    def asks(self, part: int, n: int) -> None:
+        """The part is asked for n guesses; 0: it sits out."""
+        self._tried = self._tried - {part}
+        if n == 0:
+            self._out[part] += 1
+            return
+        due = self.is_due(part)
+        wait = min(2 * self._wait.get(part, self.FIRST_WAIT), self.LONGEST_WAIT)
+        self._wait[part] = wait if due else self.FIRST_WAIT
+        self._tried |= {part} if due else set()
+        self._out[part] = 0
+
     def learn(self, part: int, kind: Kind, guesses: Sequence[int], written: Sequence[int]) -> None:
         """Guesses were made where these tokens were written: up to the first that differs, each of them passed."""
-        for known in {(part, kind), (part, ANY)}:
-            chance = self._chances.setdefault(known, _Chance(self.FADE, 1.0))
-            self._seen.add(known)
+        if part in self._tried and all(guess == token for guess, token in zip(guesses, written)):
+            self._chances = {known: chance for known, chance in self._chances.items() if known[0] != part}
+        for known in {kind, ANY}:
+            chance = self._chances.setdefault((part, known), _Chance(self.FADE, 1.0))
             for guess, token in zip(guesses, written):
                 chance.learn(guess == token)
                 if guess != token:
                     break
-
-    def end_of_round(self, grown: int, time: float) -> None:
-        """The row has grown by so many tokens in so much time; what was not seen again grows old."""
-        self.pace.add(grown, time)
-        for known, chance in self._chances.items():
-            if known not in self._seen:
-                chance.weaken(self.STALE)
-        self._seen.clear()
 
 
 def _put(whole: Tensor, part: Tensor, rows: list[int]) -> None:
