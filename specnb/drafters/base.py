@@ -142,7 +142,7 @@ class Drafter:
         """The target has read the first ``count`` tokens of the row, between two rounds: read them too, if you have to.
 
         After `join` the count grows in steps up to all of the prompt but its last token. Not called by `generate`,
-        where `start` finds the prompts in place.
+        where `start` finds the prompts in place. A `Cascade` calls it for a part that has long sat out.
         """
 
     def leave(self, row: int) -> None:

@@ -1,21 +1,23 @@
 """Cascade: a cheap drafter first, and a better one where the first has nothing, or nothing that can be trusted.
 
 Prompt lookup costs nothing and is right for long stretches, but only where the text repeats itself; a draft model
-always has a guess, at a price. Row by row and round by round, the first drafter's guesses are sent if they promise at
-least as much as the next one's, whose price is taken off:
+always has a guess, at a price. Row by row and round by round, the first part's guesses are sent if they promise at
+least as much as those of the parts after it, whose price is taken off:
 
-    passed(first's guesses)  ≥  passed(next one's k guesses) − pace · c · k
+    α + α² + … + αⁿ  ≥  (α' − price) + (α'² − price) + … + (α'ᵏ − price),     price = pace · c
 
-Expected numbers of guesses that pass are α + α² + … + αⁿ, with the α of this row, this part and this kind of guess
-lately (the length of the suffix that lookup has found, for one). What a guess of the next part costs, c, is in target
-passes; ``pace`` is how many tokens the row has lately written per pass' worth of time, so that c · k is told in tokens.
-This is the rule by which `specnb.Adaptive` chooses k (notebook 07), applied to the choice of the drafter.
+α is how often guesses of this part and kind have lately passed in this row (the kind is the length of the suffix that
+lookup has found, for one), α' the same for the later part. c is what one of its guesses takes, in target passes, and
+the pace is how many tokens the row has lately written per pass' worth of time: so much would have been written in the
+time of a guess. A later part is asked for as many guesses as are worth their price, k, and not at all if none is; what
+sits out is tried again, ever more rarely. Every part's guesses are compared with the text, sent or not. This is the
+rule by which `specnb.Adaptive` chooses k (notebook 07), applied to the choice of the drafter.
 
 Why the text stays the target's own. Which part drafts is decided from the past, and from guesses that are
 deterministic (q is one-hot); guesses that were drawn from a q are sent as they are. Nothing here looks at a clock or at
 other rows: a row's drafts are the same alone, in a batch, and in every run.
 
-Source: the mixture is as old as prompt lookup itself; the rule is derived in notebook 09.
+Derived in notebook 09.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Cascade(Drafter):
 
         drafter = specnb.Cascade(specnb.PromptLookup(), specnb.DraftModel(small))
 
-    Each part drafts at most its own ``num_draft_tokens``. The last part's guesses are always sent. ``kinds``, and
-    ``kind`` in the trace, tell the part and its own kind of guess: "PromptLookup 3", "DraftModel".
+    Each part drafts at most its own ``num_draft_tokens``. ``kind`` in the trace tells the part and its own kind of
+    guess: "PromptLookup 3", "DraftModel".
 
     Args:
         *parts: two or more drafters, cheapest first.
