@@ -138,6 +138,7 @@ def distill_draft(
     *,
     lessons: Sequence[Lesson] | None = None,
     layers: Sequence[int] = (0,),
+    start: PreTrainedModel | None = None,
     head_rows: int = 8192,
     loss: str = "forward_kl",
     epochs: float = 3.0,
@@ -161,6 +162,7 @@ def distill_draft(
             answers are needed, only questions of the kinds that will come.
         lessons: answers made before (`specnb.teaching.lessons`), in place of prompts.
         layers: the target's layers that the draft begins with, in order; their number is its depth.
+        start: a draft of this target, from an earlier call, to go on with: its weights in place of the layers'.
         head_rows: how many tokens the draft can guess: those with the largest share in the answers. Fewer are cheaper.
         loss: "forward_kl", "reverse_kl" or "total_variation".
         epochs: how often the answers are gone through.
@@ -195,13 +197,22 @@ def distill_draft(
         raise TypeError(f"{next(iter(answer_kwargs))}: the lessons are answered already; leave it out.")
     learnt, kept = split(lessons, held_out)
     settings = dict(
-        layers=list(layers), head_rows=head_rows, loss=loss, epochs=epochs, batch_tokens=batch_tokens,
+        layers=list(layers if start is None else start.config.grown_from), started=start is not None, head_rows=head_rows, loss=loss, epochs=epochs, batch_tokens=batch_tokens,
         learning_rate=learning_rate, seed=seed, lessons=len(learnt), tokens=sum(len(x.ids) for x in learnt),
     )  # fmt: skip
-    draft = small_model(target, layers, favourites(learnt, head_rows, compat.vocab_size(target)))
+    draft = small_model(target, settings["layers"], favourites(learnt, head_rows, compat.vocab_size(target)))
+    if start is not None:
+        take_over(draft, start)
     trainer = Trainer(draft, learnt, kept, settings, folder, save_every, scores, callback)
     trainer.run(progress)
     return Distilled(draft, trainer.history, kept, settings, target)
+
+
+def take_over(draft: PreTrainedModel, start: PreTrainedModel) -> None:
+    """The weights of one draft in another of the same layers; their heads may be for different tokens."""
+    with torch.no_grad():
+        for parameter, before in zip(own_parameters(draft).values(), own_parameters(start).values(), strict=True):
+            parameter.copy_(before)
 
 
 def token_ids(prompt: Prompt | str | Sequence[int], tokenizer: Any) -> list[int]:

@@ -2,8 +2,8 @@
 
 A draft that reads and writes the target's vocabulary could spend most of its bytes on it: the embedding and head of
 SmolLM2-135M are 28 million of its 135 million weights, and a layer is 3.5 million. So the embedding is the target's own
-tensor, and the head a copy of the rows of those tokens that the target really writes. Only the layers and the norm are
-the draft's own, to be trained (`specnb.distill_draft`), and only they are saved.
+tensor, and the head a copy of the rows of those tokens that the target really writes. Only the layers, the norm and a
+square matrix before the head are the draft's own, to be trained (`specnb.distill_draft`), and only they are saved.
 
 Which layers to begin with, and how many rows are enough, is measured in notebook 10.
 """
@@ -40,6 +40,10 @@ class SharedEmbedding(nn.Module):
         self.__dict__["embedding"] = embedding  # no part of this module: it stays where it is, as it is
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedEmbedding:
+        """A copy looks at the same embedding."""
+        return SharedEmbedding(self.embedding, self.like.dtype)  # type: ignore[arg-type]
+
     @property
     def num_embeddings(self) -> int:
         embedding: Any = self.embedding
@@ -52,6 +56,9 @@ class SharedEmbedding(nn.Module):
 
 class ShortHead(nn.Module):
     """Output head for some of the tokens; the others get the logit −∞, so that q is 0 there.
+
+    Its rows are fixed. Before them comes a square matrix of the draft's own, at first the identity: what a few layers
+    make of a text does not point where the target's last layer does.
 
     Args:
         weight: [V', H]; bias: [V'] or None.
@@ -66,6 +73,8 @@ class ShortHead(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, ids: Tensor, vocab_size: int) -> None:
         super().__init__()
+        self.bridge = nn.Linear(weight.shape[1], weight.shape[1], bias=False, device=weight.device)
+        self.bridge.weight = nn.Parameter(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))
         self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device=weight.device)
         self.linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
         if bias is not None:
@@ -77,8 +86,8 @@ class ShortHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, T, H] → logits [B, T, V]."""
         if self.places is not None:
-            return self.linear(hidden[self.places])
-        some = self.linear(hidden)
+            return self.linear(self.bridge(hidden[self.places]))
+        some = self.linear(self.bridge(hidden))
         logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
         logits[..., self.ids] = some
         return logits
@@ -155,7 +164,8 @@ def _own(draft: PreTrainedModel) -> None:
 
 def own_parameters(draft: PreTrainedModel) -> dict[str, nn.Parameter]:
     """What a `small_model` does not take from its target: the parameters of the layers and of what is around them."""
-    frozen = {id(p) for p in draft.get_output_embeddings().parameters()}
+    head: Any = draft.get_output_embeddings()
+    frozen = {id(p) for p in head.linear.parameters()}
     return {name: p for name, p in draft.named_parameters() if id(p) not in frozen}
 
 
