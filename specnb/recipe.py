@@ -2,6 +2,9 @@
 
     python -m specnb.recipe lessons FOLDER            # questions, and the default model's answers with p, part by part
     python -m specnb.recipe lessons FOLDER --worker 1 --of 2     # half of the parts, in a process of its own
+    python -m specnb.recipe train FOLDER DRAFT        # distil; the state is kept in FOLDER
+    python -m specnb.recipe evaluate FOLDER DRAFT     # α and tokens per pass on the suite, which is held out
+    python -m specnb.recipe cost DRAFT                # c: a draft step against the compiled target pass
 
 A part that is there is not made again, so each step can be broken off and started anew; the seeds are fixed, and which
 process makes a part does not matter.
@@ -12,15 +15,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import curriculum, teaching
+from specnb.drafters import DraftModel
 from specnb.models import load_model
-from specnb.workloads import encode
+from specnb.training import Score, agreement, distill_draft, tokens_per_pass
+from specnb.workloads import GROUPS, encode, load_prompts
 
 SEED = 20240
 PART = 256  # questions from templates in a part
@@ -28,6 +36,8 @@ INVENTED = 48  # questions that the target invents for every other part
 LAG = 4  # parts come in fours: one is drawn, two invent; and each asks about the answers of the part so many before
 PARTS = 64
 TOP = 32
+HELD_OUT = 64
+TRAINING: dict[str, Any] = dict(layers=(0, 1), head_rows=8192, epochs=5.0, scores=40)
 ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"
 
@@ -96,6 +106,50 @@ def make_lessons(folder: Path, worker: int, of: int, max_batch: int) -> None:
             print(json.dumps({"part": part}), flush=True)
 
 
+def lessons_of(folder: Path) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
+    """To learn from; and to measure with, the first of the last greedy part, whose answers no task is about."""
+    parts = sorted(folder.glob("part-*.safetensors"))
+    last = next(path for path in reversed(parts) if temperature_of(int(path.stem[-3:])) == 0)
+    learnt = [lesson for path in parts for lesson in teaching.load(path)[HELD_OUT if path == last else 0 :]]
+    return learnt, teaching.load(last)[:HELD_OUT]
+
+
+def train(folder: Path, draft: Path, **changes: Any) -> None:
+    learnt, held_out = lessons_of(folder)
+    target, _ = load_model()
+    options = {**TRAINING, **changes, "seed": SEED, "folder": folder}
+    found = distill_draft(target, lessons=learnt, held_out=held_out, callback=say_score, **options)
+    found.save(draft)
+
+
+def say_score(score: Score) -> None:
+    print(json.dumps(asdict(score)), flush=True)
+
+
+def evaluate(folder: Path, draft: Path, k: int = 4) -> None:
+    """Where the draft agrees with the target's greedy answers to the suite, by group, and what that is worth."""
+    target, tokenizer = load_model()
+    drafter = DraftModel.from_pretrained(draft, target=target)
+    suite, path = load_prompts(), folder / "suite.safetensors"
+    if not path.exists():
+        ids = [encode(tokenizer, prompt)[0].tolist() for prompt in suite]
+        teaching.save(list(teaching.lessons(target, ids, top=TOP, max_new_tokens=ANSWER_TOKENS, max_batch=30)), path)
+    hits = agreement(drafter.model, teaching.load(path))
+    groups = {
+        group: scored([hit for prompt, hit in zip(suite, hits) if prompt.group == group], k) for group in GROUPS
+    }
+    told = {"k": k, "dtype": str(target.dtype), "max_new_tokens": ANSWER_TOKENS, "all": scored(hits, k)}
+    told["groups"] = groups
+    (draft / "evaluation.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(told, indent=1))
+
+
+def scored(hits: Sequence[Tensor], k: int) -> dict[str, float]:
+    alpha = float(torch.cat(list(hits)).float().mean())
+    passes = round(tokens_per_pass(hits, k), 3)
+    return {"alpha": round(alpha, 4), "tokens_per_pass": passes, "tokens": sum(map(len, hits))}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m specnb.recipe", description=__doc__.splitlines()[0])
     steps = parser.add_subparsers(dest="step", required=True)
@@ -104,8 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lessons.add_argument("--worker", type=int, default=0)
     lessons.add_argument("--of", type=int, default=1)
     lessons.add_argument("--max-batch", type=int, default=96)
+    for name, told in (("train", "distil from the answers"), ("evaluate", "measure on the suite")):
+        step = steps.add_parser(name, help=told)
+        step.add_argument("folder", type=Path)
+        step.add_argument("draft", type=Path)
     options = vars(parser.parse_args(arguments))
-    {"lessons": make_lessons}[options.pop("step")](**options)
+    do: dict[str, Callable[..., None]] = {"lessons": make_lessons, "train": train, "evaluate": evaluate}
+    do[options.pop("step")](**options)
 
 
 if __name__ == "__main__":

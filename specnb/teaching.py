@@ -41,6 +41,11 @@ class Lesson:
     ids: Tensor
     logp: Tensor
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token of the answer is the favourite."""
+        return torch.equal(self.ids[:, 0], self.tokens[self.answer :])
+
 
 class Notes:
     """Listens to a batcher's rounds and keeps the favourites of p for each job."""

@@ -47,7 +47,7 @@ def forward_kl(p: Tensor, logq: Tensor) -> Tensor:
 
 
 def reverse_kl(p: Tensor, logq: Tensor) -> Tensor:
-    """KL(q ‖ p) of each row, in nats: q keeps to where p is large. p, logq [N, n] → [N]; p is taken as 1e-6 at least."""
+    """KL(q ‖ p) of each row, in nats: q keeps to where p is large (taken as 1e-6 at least). p, logq [N, n] → [N]."""
     q = logq.exp()
     return (q * (logq.clamp(min=-60.0) - p.clamp(min=1e-6).log())).sum(-1)
 
@@ -90,7 +90,7 @@ class Score:
     """How good the draft was at one point of its training.
 
     Attributes:
-        step, tokens: optimizer steps so far, and tokens of answers learnt from (again and again, from the second epoch).
+        step, tokens: optimizer steps so far, and tokens of answers learnt from, counted again in every epoch.
         loss: mean loss since the score before; None before the first step.
         alpha: share of places of held-out answers at which the draft's favourite is the target's: α of greedy decoding.
         tokens_per_pass: that greedy decoding would reach on the held-out greedy answers with k = 4.
@@ -121,7 +121,7 @@ class Distilled:
     target: PreTrainedModel = field(repr=False)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = torch.bfloat16) -> Path:
-        """Write a folder for `DraftModel.from_pretrained`: the weights, and ``training.json`` with settings and history."""
+        """Write a folder for `DraftModel.from_pretrained`; ``training.json`` in it has settings and history."""
         folder = save_small_model(self.draft, self.target, folder, dtype)
         told = {"settings": self.settings, "history": [asdict(score) for score in self.history]}
         (folder / "training.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -196,9 +196,10 @@ def distill_draft(
     elif answer_kwargs:
         raise TypeError(f"{next(iter(answer_kwargs))}: the lessons are answered already; leave it out.")
     learnt, kept = split(lessons, held_out)
-    settings = dict(
-        layers=list(layers if start is None else start.config.grown_from), started=start is not None, head_rows=head_rows, loss=loss, epochs=epochs, batch_tokens=batch_tokens,
-        learning_rate=learning_rate, seed=seed, lessons=len(learnt), tokens=sum(len(x.ids) for x in learnt),
+    settings: dict[str, Any] = dict(
+        layers=list(layers if start is None else start.config.grown_from), started=start is not None,
+        head_rows=head_rows, loss=loss, epochs=epochs, batch_tokens=batch_tokens, learning_rate=learning_rate,
+        seed=seed, lessons=len(learnt), tokens=sum(len(lesson.ids) for lesson in learnt),
     )  # fmt: skip
     draft = small_model(target, settings["layers"], favourites(learnt, head_rows, compat.vocab_size(target)))
     if start is not None:
@@ -350,7 +351,7 @@ class Trainer:
         """Measure the draft on the held-out lessons."""
         loss = sum(self.losses) / len(self.losses) if self.losses else None
         hits = agreement(self.draft, self.kept)
-        greedy = [h for h, lesson in zip(hits, self.kept) if bool((lesson.ids[:, 0] == lesson.tokens[lesson.answer :]).all())]
+        greedy = [h for h, lesson in zip(hits, self.kept) if lesson.is_greedy]
         alpha = float(torch.cat(hits).float().mean())
         self.losses = []
         self.history.append(Score(self.step, self.tokens, loss, alpha, tokens_per_pass(greedy, 4)))

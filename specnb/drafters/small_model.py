@@ -149,7 +149,7 @@ def _keep_layers(draft: PreTrainedModel, layers: list[int]) -> None:
 def _renumbered(layer: nn.Module, index: int) -> nn.Module:
     for module in layer.modules():
         if hasattr(module, "layer_idx"):
-            module.layer_idx = index
+            module.layer_idx = index  # type: ignore[assignment]
     return layer
 
 
