@@ -47,7 +47,7 @@ def sampling(processors):
 
 @functools.cache
 def target():
-    return tiny_model("llama", vocab_size=VOCAB, initializer_range=0.15, seed=2, num_hidden_layers=1)
+    return tiny_model("llama", vocab_size=VOCAB, initializer_range=0.15, seed=2)
 
 
 @functools.cache
