@@ -7,6 +7,8 @@ import torch
 import transformers as hf
 
 import specnb
+from specnb import kernels
+from specnb.compiled import twin_for
 from specnb.drafters.early_exit import first_layers
 from tests.tiny import FAMILIES, plain, prompt, tiny_model
 
@@ -122,6 +124,23 @@ def test_the_cache_holds_the_targets_own_entries(model):
     for plainly, drafted in zip(*(cache.layers for cache in caches)):
         assert torch.equal(plainly.keys[:, :, :n], drafted.keys[:, :, :n])
         assert torch.equal(plainly.values[:, :, :n], drafted.values[:, :, :n])
+
+
+@pytest.mark.skipif(kernels.compiler() is None, reason="no C++ compiler")
+@pytest.mark.filterwarnings("error:compile=True")
+def test_compiled_it_goes_through_graphs_that_are_there(llama):
+    """One layer's graph serves the draft as it serves the target; rows of a batch draft for themselves."""
+    options = dict(compile=True, pass_width=4, max_new_tokens=24)
+    specnb.generate(llama, IDS, **options)
+    graphs = len(twin_for(llama, 4).graphs)
+    out = specnb.generate(llama, IDS, specnb.EarlyExit(1, 3), **options)
+    assert out.sequences.tolist() == plain(llama, IDS).tolist()
+    assert int(out.stats.drafted) > 24 and len(twin_for(llama, 4).graphs) == graphs
+    ids, mask = torch.cat([IDS, prompt(12, seed=1)]), torch.ones(2, 12, dtype=torch.long)
+    ids[1, :5], mask[1, :5] = 0, 0
+    out = specnb.generate(llama, ids, specnb.EarlyExit(1, 3), attention_mask=mask, **options)
+    assert out.sequences[0].tolist() == plain(llama, IDS)[0].tolist()
+    assert out.sequences[1, 5:].tolist() == plain(llama, ids[1:, 5:])[0].tolist()
 
 
 # --- the model is as it was ---

@@ -95,16 +95,10 @@ class EarlyExit(StepwiseDrafter):
     def _pass(self, tokens: Tensor, rows: list[int]) -> Tensor:
         """One token [R] of each of these rows through the first layers; logits [R, V]."""
         twin, cache = self._session.twin, self._cache
-        width = 1 if twin is None else min(twin.widths)  # the narrowest pass that is compiled; the rest is filler
-        cache.reserve(max(cache.lengths[rows].tolist()) + width)
-        columns = nn.functional.pad(tokens[:, None], (0, width - 1))
+        cache.reserve(max(cache.lengths[rows].tolist()) + 1)
         if twin is None:
-            return target_pass(self._network, cache, columns, rows=rows)[:, 0]
-        logits = twin.target_pass(cache, columns, rows, self._network)
-        filler = torch.zeros_like(cache.lengths)
-        filler[rows] = width - 1
-        cache.rollback(filler)
-        return logits[:, 0]
+            return target_pass(self._network, cache, tokens[:, None], rows=rows)[:, 0]
+        return twin.target_pass(cache, tokens[:, None], rows, self._network)[:, 0]
 
 
 def first_layers(model: PreTrainedModel, layer: int) -> PreTrainedModel:
