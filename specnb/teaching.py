@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.batching import Batcher, Job
+from specnb.drafters.hints import hinted
 from specnb.prefill import CHUNK
 from specnb.progress import Progress
 from specnb.report import Round
@@ -40,6 +42,11 @@ class Lesson:
     answer: int
     ids: Tensor
     logp: Tensor
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """The tokens with their hints, as a draft reads them: LongTensor [n + m]."""
+        return hinted(self.tokens)
 
     @property
     def is_greedy(self) -> bool:

@@ -246,7 +246,7 @@ def favourites(lessons: Sequence[Lesson], count: int, vocab_size: int) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Lessons side by side: tokens [B, T] with padding behind; places [B, T] whose next token is part of an answer."""
+    """Lessons side by side, [B, T]: tokens with their hints, padding behind; places whose next token is an answer's."""
 
     tokens: Tensor
     places: Tensor
@@ -259,7 +259,7 @@ class Batch:
         tokens, places = torch.zeros(len(lessons), width, dtype=torch.long), torch.zeros(len(lessons), width).bool()
         for b, lesson in enumerate(lessons):
             end = len(lesson.tokens) - 1
-            tokens[b, :end], places[b, lesson.answer - 1 : end] = lesson.tokens[:-1], True
+            tokens[b, :end], places[b, lesson.answer - 1 : end] = lesson.codes[:-1], True
         return cls(tokens, places, torch.cat([x.ids for x in lessons]), torch.cat([x.logp for x in lessons]))
 
 

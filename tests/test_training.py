@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import specnb
 from specnb import curriculum, teaching, training
+from specnb.drafters import hints
 from specnb.drafters.small_model import load_small_model, own_parameters, save_small_model, small_model
 from specnb.resources import data_path
 from tests.tiny import FAMILIES, VOCAB, fresh_logits, plain, prompt, tiny_model
@@ -192,6 +194,14 @@ def test_a_state_of_other_settings_is_refused(tmp_path):
         distilled(folder=tmp_path, epochs=1, learning_rate=0.002)
 
 
+def test_a_draft_can_be_gone_on_with():
+    first = distilled(epochs=2, head_rows=40)
+    more = distilled(epochs=2, start=first.draft)
+    assert more.history[0].alpha > distilled(epochs=1).history[0].alpha
+    assert more.settings["layers"] == [0] and more.draft.get_output_embeddings().linear.out_features > 40
+    assert not same_weights(more.draft, first.draft)
+
+
 def test_the_seed_decides():
     assert same_weights(distilled(epochs=1).draft, distilled(epochs=1).draft)
     assert not same_weights(distilled(epochs=1).draft, distilled(epochs=1, seed=1).draft)
@@ -263,6 +273,7 @@ def test_batches_hold_every_lesson_once_and_are_not_too_wide():
 def test_all_layers_and_tokens_make_the_target_again(family):
     target = tiny_model(family)
     draft = small_model(target, range(2), torch.arange(VOCAB))
+    torch.nn.init.eye_(draft.get_output_embeddings().bridge.weight)  # what is left are the target's own parts
     torch.testing.assert_close(fresh_logits(draft, prompt()), fresh_logits(target, prompt()))
 
 
@@ -278,6 +289,35 @@ def test_a_draft_survives_a_folder_and_changes_no_text(family, tmp_path):
     assert read.model.get_input_embeddings().embedding is target.get_input_embeddings()
     out = specnb.generate(target, prompt(), read, max_new_tokens=NEW)
     assert torch.equal(out.sequences, specnb.generate(target, prompt(), max_new_tokens=NEW).sequences)
+
+
+def slow_hint(tokens: list[int]) -> tuple[int, int]:
+    """The longest suffix of at most four tokens that has occurred before, and what followed it the last time."""
+    for size in range(min(hints.LONGEST, len(tokens)), 0, -1):
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if tokens[begin : begin + size] == tokens[-size:]:
+                return tokens[begin + size], size
+    return 0, 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hints_are_what_prompt_lookup_would_guess(seed):
+    rng = random.Random(seed)
+    tokens = [rng.randrange(4) for _ in range(60)]
+    expected = [(token, *slow_hint(tokens[: i + 1])) for i, token in enumerate(tokens)]
+    assert list(zip(*(part.tolist() for part in hints.decoded(hints.hinted(torch.tensor(tokens)))))) == expected
+    read = hints.Hints()
+    for n in range(1, 50):  # the same, when the last tokens are only guesses
+        codes = read.extend(tokens[:n])
+        assert codes == [hints.encoded(*known) for known in expected[:n]]
+        for guessed in range(1, 8):
+            assert read.after(tokens[n : n + guessed]) == hints.encoded(*expected[n + guessed - 1])
+
+
+def test_a_hint_that_is_not_there_changes_nothing(llama):
+    embedding = small_model(llama, [0], FEW).get_input_embeddings()
+    assert torch.equal(embedding(prompt()), llama.get_input_embeddings()(prompt()))
+    assert not torch.equal(embedding(torch.tensor([[hints.encoded(3, 5, 1)]])), embedding(torch.tensor([[3]])))
 
 
 def test_tokens_outside_the_head_are_never_drafted(llama):
@@ -305,7 +345,8 @@ def test_a_draft_of_another_dtype(llama, tmp_path):
 
 def test_a_draft_for_another_target_is_refused(llama, tmp_path):
     save_small_model(small_model(llama, [0], FEW), llama, tmp_path)
-    for other, told in ((tiny_model(vocab_size=70), "vocab_size 61, not 70"), (tiny_model("gpt2"), "model_type 'llama'")):
+    others = (tiny_model(vocab_size=70), "vocab_size 61, not 70"), (tiny_model("gpt2"), "model_type 'llama'")
+    for other, told in others:
         with pytest.raises(ValueError, match=told):
             specnb.DraftModel.from_pretrained(tmp_path, target=other)
     for nothing in (None, "SmolLM2"):
@@ -353,7 +394,7 @@ def test_a_leak_would_be_seen():
     for text in (leak, f"Please: {leak.upper()} Thanks!", " ".join(leak.split()[2:12])):
         assert curriculum.overlaps(text, curriculum.held_out_runs())
     assert not curriculum.overlaps("Write a poem about a heron.", curriculum.held_out_runs())
-    short = "".join(f"{word} " for word in "one two three".split())
+    short = "one two three"
     assert curriculum.overlaps(short, curriculum.held_out_runs([short]))
 
 
@@ -361,7 +402,8 @@ def test_questions_depend_on_the_seed_alone():
     asked = list(curriculum.questions(200, seed=7))
     assert asked == list(curriculum.questions(200, seed=7)) and asked[:50] == list(curriculum.questions(50, seed=7))
     assert asked != list(curriculum.questions(200, seed=8))
-    assert {kind for kind, _ in asked} == set(curriculum.KINDS) and set(specnb.workloads.GROUPS) <= set(curriculum.KINDS)
+    assert {kind for kind, _ in asked} == set(curriculum.KINDS)
+    assert set(specnb.workloads.GROUPS) <= set(curriculum.KINDS)
 
 
 def test_answers_become_tasks():

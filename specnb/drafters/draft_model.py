@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from specnb import checks, vocabularies
 from specnb.cache import RaggedCache, context_size, for_all_rows, target_pass
+from specnb.compiled import STEP, twin_for
 from specnb.drafters import small_model
 from specnb.drafters.base import Session
+from specnb.drafters.hints import Hints
 from specnb.drafters.stepwise import StepwiseDrafter
 from specnb.prefill import prefill, read
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 class DraftModel(StepwiseDrafter):
     """Drafts with any causal LM that shares the target's vocabulary.
+
+    Where the target's passes are compiled (``compile=True``), its own are too.
 
     Between rounds its cache holds a row's committed tokens but the newest (after a fully accepted draft, one less:
     the last guess was never fed back; it goes in with the next round's first pass).
@@ -96,13 +100,20 @@ class DraftModel(StepwiseDrafter):
         vocabularies.check_same_vocabulary(session.model, self.model, session.tokenizer, self.tokenizer)
         super().start(session)
         rows = session.rows
+        self._twin = None if session.twin is None else twin_for(self.model, STEP)
+        self._network = self.model if self._twin is None else self._twin.network
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
-        prefill(self.model, self.cache, [self._readable(rows.view(b)[:-1]) for b in range(len(rows))])
+        wants_hints = isinstance(self.model.get_input_embeddings(), small_model.HintedEmbedding)
+        self._hints = [Hints() for _ in rows.lengths] if wants_hints else None
+        prefill(self._network, self.cache, [self._readable(b, 0, rows.lengths[b] - 1) for b in range(len(rows))])
 
     def prefill(self, row: int, count: int) -> None:
-        known = int(self.cache.lengths[row])
-        if piece := self._readable(self._session.rows.view(row)[known:count], known):
-            read(self.model, self.cache, {row: piece})
+        if piece := self._readable(row, int(self.cache.lengths[row]), count):
+            read(self._network, self.cache, {row: piece})
+
+    def join(self, row: int) -> None:
+        if self._hints is not None:
+            self._hints[row] = Hints()
 
     def leave(self, row: int) -> None:
         self.cache.clear(row)
@@ -111,9 +122,16 @@ class DraftModel(StepwiseDrafter):
         """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest."""
         self.cache.rollback((self.cache.lengths - torch.tensor(rows.lengths) + 1).clamp(min=0))
 
-    def _readable(self, tokens: list[int], before: int = 0) -> list[int]:
-        """What it can read of tokens that follow ``before`` others: its context and vocabulary may be smaller."""
-        return [min(token, self._last_id) for token in tokens[: max(0, context_size(self.model.config) - before)]]
+    def _readable(self, row: int, begin: int, end: int) -> list[int]:
+        """The row's tokens at these places as the model reads them; its context and vocabulary may be smaller."""
+        tokens = self._session.rows.view(row)
+        if self._hints is not None:
+            tokens = self._hints[row].extend(tokens)
+        return [self._known(token) for token in tokens[begin : min(end, context_size(self.model.config))]]
+
+    def _known(self, token: int) -> int:
+        """The token, or the last one the draft has an embedding for: a padded target may write later ones."""
+        return token if self._hints is not None else min(token, self._last_id)
 
     def _within_reach(self, rows: Rows, limits: list[int]) -> list[int]:
         """A draft with a shorter context than the target's stops drafting where its positions end."""
@@ -121,7 +139,13 @@ class DraftModel(StepwiseDrafter):
         return [max(0, min(limit, size - n + 1)) for limit, n in zip(limits, rows.lengths)]
 
     def _logits(self, rows: Rows, wanted: Tensor, guesses: Tensor) -> Tensor:
-        return self._pass(wanted, guesses[:, -1:]) if guesses.shape[1] else self._catch_up(rows, wanted)
+        return self._pass(wanted, self._newest(guesses)) if guesses.shape[1] else self._catch_up(rows, wanted)
+
+    def _newest(self, guesses: Tensor) -> Tensor:
+        """The last of each row's guesses [B, n] as the model reads it, [B, 1]."""
+        if self._hints is None:
+            return guesses[:, -1:].clamp(max=self._last_id)
+        return torch.tensor([[hints.after(row)] for hints, row in zip(self._hints, guesses.tolist())])
 
     def _catch_up(self, rows: Rows, wanted: Tensor) -> Tensor:
         """Feed what the cache has not seen: the newest token, and the last guess if all of them were accepted.
@@ -130,7 +154,7 @@ class DraftModel(StepwiseDrafter):
             logits [B, V] after each wanted row's newest token.
         """
         seen = self.cache.lengths.tolist()
-        missing = [rows.view(b)[n:] if wanted[b] else [] for b, n in enumerate(seen)]
+        missing = [self._readable(b, n, rows.lengths[b]) if wanted[b] else [] for b, n in enumerate(seen)]
         counts = torch.tensor([len(tokens) for tokens in missing])
         width = int(counts.max())
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in missing])
@@ -138,18 +162,30 @@ class DraftModel(StepwiseDrafter):
 
     @property
     def _last_id(self) -> int:
-        """The last token id the draft has an embedding for; a target padded to more ids may write later ones."""
+        """The last token id the draft has an embedding for."""
         return self.model.get_input_embeddings().num_embeddings - 1
 
     def _pass(self, wanted: Tensor, tokens: Tensor, counts: Tensor | None = None) -> Tensor:
         """Feed the wanted rows' tokens [B, T], or only the first ``counts[b]``; logits [B, V] after the last."""
         chosen = wanted.nonzero().flatten().tolist()
-        self.cache.reserve(max(self.cache.lengths[chosen].tolist()) + tokens.shape[1])
-        tokens = tokens[chosen].clamp(max=self._last_id)
-        logits = target_pass(self.model, self.cache, tokens, rows=chosen)
-        last = torch.full((len(chosen),), tokens.shape[1] - 1)
-        if counts is not None:
-            self.cache.rollback(torch.where(wanted, tokens.shape[1] - counts, 0))
-            last = counts[chosen] - 1
-        newest = logits[torch.arange(len(chosen), device=logits.device), last.to(logits.device)]
+        counts = torch.full((len(wanted),), tokens.shape[1]) if counts is None else counts
+        logits = self._through(chosen, tokens[chosen], counts)
+        last = (counts[chosen] - 1).to(logits.device)
+        newest = logits[torch.arange(len(chosen), device=logits.device), last]
         return for_all_rows(newest, chosen, len(wanted))
+
+    def _through(self, chosen: list[int], tokens: Tensor, counts: Tensor) -> Tensor:
+        """The network's pass over tokens [R, T] of these rows, of which ``counts[b]`` stay in the cache."""
+        compiled = self._twin is not None and tokens.shape[1] <= STEP
+        if compiled:  # one size is compiled; what a row has too much is filler
+            tokens = torch.nn.functional.pad(tokens, (0, STEP - tokens.shape[1]))
+        self.cache.reserve(max(self.cache.lengths[chosen].tolist()) + tokens.shape[1])
+        if compiled:
+            assert self._twin is not None
+            logits = self._twin.target_pass(self.cache, tokens, chosen)
+        else:
+            logits = target_pass(self._network, self.cache, tokens, rows=chosen)
+        spare = torch.zeros_like(self.cache.lengths)
+        spare[chosen] = tokens.shape[1] - counts[chosen]
+        self.cache.rollback(spare)
+        return logits

@@ -2,8 +2,9 @@
 
 A draft that reads and writes the target's vocabulary could spend most of its bytes on it: the embedding and head of
 SmolLM2-135M are 28 million of its 135 million weights, and a layer is 3.5 million. So the embedding is the target's own
-tensor, and the head a copy of the rows of those tokens that the target really writes. Only the layers, the norm and a
-square matrix before the head are the draft's own, to be trained (`specnb.distill_draft`), and only they are saved.
+tensor, and the head a copy of the rows of those tokens that the target really writes. Only the layers, the norm
+and two square matrices, one for hints and one before the head, are the draft's own, to be trained
+(`specnb.distill_draft`), and only they are saved.
 
 Which layers to begin with, and how many rows are enough, is measured in notebook 10.
 """
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specnb import compat
+from specnb.drafters.hints import LONGEST, decoded
 from specnb.resources import data_path
 
 FORMAT = "specnb draft 1"
@@ -30,35 +32,60 @@ DESCRIPTION, WEIGHTS = "draft.json", "draft.safetensors"
 ROWS = "head_ids"  # the tokens that the head scores, beside the weights
 
 
-class SharedEmbedding(nn.Module):
-    """The target's embedding, looked at but neither copied, trained nor saved; its vectors in the draft's dtype."""
+class HintedEmbedding(nn.Module):
+    """The target's embedding of a token, and what the draft makes of the token's hint (`specnb.drafters.hints`).
 
-    like: Tensor
+    The target's embedding is looked at but neither copied, trained nor saved; its vectors come in the draft's dtype.
+    """
 
-    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, embedding: nn.Module, size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.__dict__["embedding"] = embedding  # no part of this module: it stays where it is, as it is
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+        self.hint = nn.Linear(size, size, bias=False, dtype=dtype, device=device)
+        self.length = nn.Embedding(LONGEST + 1, size, dtype=dtype, device=device)
+        with torch.no_grad():
+            self.hint.weight.copy_(0.5 * _rotation(size))
+            self.length.weight.zero_()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedEmbedding:
-        """A copy looks at the same embedding."""
-        return SharedEmbedding(self.embedding, self.like.dtype)  # type: ignore[arg-type]
+    def __deepcopy__(self, memo: dict[int, Any]) -> HintedEmbedding:
+        """A copy looks at the same embedding of the target, and shares what the memo says is shared."""
+        embedding: Any = self.embedding
+        twin = HintedEmbedding(embedding, len(self.hint.weight), self.hint.weight.dtype, self.device)
+        twin.hint, twin.length = copy.deepcopy(self.hint, memo), copy.deepcopy(self.length, memo)
+        return twin
+
+    @property
+    def device(self) -> torch.device:
+        return self.hint.weight.device
 
     @property
     def num_embeddings(self) -> int:
         embedding: Any = self.embedding
         return embedding.num_embeddings
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, codes: Tensor) -> Tensor:
+        """Encoded tokens [B, T] (or plain ones, which have no hint) → vectors [B, T, H]."""
+        tokens, hints, sizes = decoded(codes)
+        own, told = self._look_up(tokens), self._look_up(hints)
+        return own + (self.hint(told) + self.length(sizes)) * (sizes > 0)[..., None]
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        embedding: Any = self.embedding
         with torch.no_grad():
-            return self.embedding(tokens).to(self.like.dtype)  # type: ignore[operator]
+            return embedding(tokens).to(self.hint.weight.dtype)
+
+
+def _rotation(size: int) -> Tensor:
+    """A fixed orthogonal matrix [size, size]: turned by it, a hint is told from the token it comes with."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q.float()
 
 
 class ShortHead(nn.Module):
     """Output head for some of the tokens; the others get the logit −∞, so that q is 0 there.
 
-    Its rows are fixed. Before them comes a square matrix of the draft's own, at first the identity: what a few layers
-    make of a text does not point where the target's last layer does.
+    Its rows are fixed. Before them comes a square matrix of the draft's own: what a few layers make of a text does not
+    point where the target's last layer does. At first it passes everything on, and turns hints back into tokens.
 
     Args:
         weight: [V', H]; bias: [V'] or None.
@@ -74,7 +101,8 @@ class ShortHead(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, ids: Tensor, vocab_size: int) -> None:
         super().__init__()
         self.bridge = nn.Linear(weight.shape[1], weight.shape[1], bias=False, device=weight.device)
-        self.bridge.weight = nn.Parameter(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))
+        size = weight.shape[1]
+        self.bridge.weight = nn.Parameter((torch.eye(size) + _rotation(size).T).to(weight))
         self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device=weight.device)
         self.linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
         if bias is not None:
@@ -124,7 +152,9 @@ def small_model(
     rows = ids.to(head.weight.device)
     bias = getattr(head, "bias", None)
     short = ShortHead(head.weight[rows], None if bias is None else bias[rows], ids, head.weight.shape[0])
-    draft.set_input_embeddings(SharedEmbedding(target.get_input_embeddings(), target.dtype))
+    embedding: Any = target.get_input_embeddings()
+    size = embedding.weight.shape[1]
+    draft.set_input_embeddings(HintedEmbedding(embedding, size, target.dtype, head.weight.device))
     draft.set_output_embeddings(short)
     draft.config.grown_from = list(layers)
     compat.text_config(draft.config).tie_word_embeddings = draft.config.tie_word_embeddings = False
