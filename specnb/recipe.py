@@ -16,7 +16,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,13 @@ INVENTED = 48  # questions that the target invents for every other part
 LAG = 4  # parts come in fours: one is drawn, two invent; and each asks about the answers of the part so many before
 PARTS = 64
 TOP = 32
-HELD_OUT = 64
-TRAINING: dict[str, Any] = dict(layers=(0, 1), head_rows=8192, epochs=5.0, scores=40)
+HELD_OUT = 64  # questions of part 0 that are not learnt from
+TRAINING: dict[str, Any] = dict(layers=(0, 1), head_rows=8192, batch_tokens=768, scores=12)
+# The first round began while the later parts were still being made; the second goes on from its draft.
+ROUNDS: list[dict[str, Any]] = [
+    dict(parts=3, epochs=3.0, learning_rate=2e-3, seed=0),
+    dict(parts=6, epochs=5.0, learning_rate=1.5e-3, seed=1),
+]
 ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"
 
@@ -106,20 +111,44 @@ def make_lessons(folder: Path, worker: int, of: int, max_batch: int) -> None:
             print(json.dumps({"part": part}), flush=True)
 
 
-def lessons_of(folder: Path) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
-    """To learn from; and to measure with, the first of the last greedy part, whose answers no task is about."""
-    parts = sorted(folder.glob("part-*.safetensors"))
-    last = next(path for path in reversed(parts) if temperature_of(int(path.stem[-3:])) == 0)
-    learnt = [lesson for path in parts for lesson in teaching.load(path)[HELD_OUT if path == last else 0 :]]
-    return learnt, teaching.load(last)[:HELD_OUT]
+def lessons_of(folder: Path, parts: int, tokenizer: Any) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
+    """The lessons of the first parts, to learn from; and those that are not learnt from."""
+    made = [teaching.load(path_of(part, folder)) for part in range(parts)]
+    held_out, made[0] = made[0][:HELD_OUT], made[0][HELD_OUT:]
+    if parts > LAG:
+        asked, tasks = made[LAG][:PART], made[LAG][PART:]
+        made[LAG] = asked + [lesson for lesson in tasks if not is_about(lesson, held_out, tokenizer)]
+    return [lesson for part in made for lesson in part], held_out
 
 
-def train(folder: Path, draft: Path, **changes: Any) -> None:
-    learnt, held_out = lessons_of(folder)
-    target, _ = load_model()
-    options = {**TRAINING, **changes, "seed": SEED, "folder": folder}
-    found = distill_draft(target, lessons=learnt, held_out=held_out, callback=say_score, **options)
-    found.save(draft)
+def is_about(lesson: teaching.Lesson, others: Sequence[teaching.Lesson], tokenizer: Any) -> bool:
+    """Whether a question shares a run of words with one of the other lessons' answers."""
+    answers = [tokenizer.decode(other.tokens[other.answer :], skip_special_tokens=True) for other in others]
+    question = tokenizer.decode(lesson.tokens[: lesson.answer], skip_special_tokens=True)
+    return curriculum.overlaps(question, curriculum.held_out_runs(answers))
+
+
+def train(folder: Path, draft: Path) -> None:
+    """All rounds; each keeps its state in a folder of its own."""
+    target, tokenizer = load_model()
+    found, history = None, list[Score]()
+    for number, options in enumerate(ROUNDS):
+        options = {**TRAINING, **options}
+        learnt, held_out = lessons_of(folder, options.pop("parts"), tokenizer)
+        options |= dict(folder=folder / f"round-{number}", callback=say_score)
+        start = None if found is None else found.draft
+        found = distill_draft(target, lessons=learnt, held_out=held_out, start=start, **options)
+        history += continued(history, found.history)
+    assert found is not None
+    replace(found, history=history, settings={**found.settings, "rounds": ROUNDS}).save(draft)
+
+
+def continued(before: Sequence[Score], history: Sequence[Score]) -> list[Score]:
+    """Scores of a later round, with steps and tokens counted from the beginning of the first."""
+    if not before:
+        return list(history)
+    steps, tokens = before[-1].step, before[-1].tokens
+    return [replace(score, step=score.step + steps, tokens=score.tokens + tokens) for score in history[1:]]
 
 
 def say_score(score: Score) -> None:

@@ -50,13 +50,17 @@ class HintedEmbedding(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> HintedEmbedding:
         """A copy looks at the same embedding of the target, and shares what the memo says is shared."""
         embedding: Any = self.embedding
-        twin = HintedEmbedding(embedding, len(self.hint.weight), self.hint.weight.dtype, self.device)
+        twin = HintedEmbedding(embedding, self.length.embedding_dim, self.dtype, self.device)
         twin.hint, twin.length = copy.deepcopy(self.hint, memo), copy.deepcopy(self.length, memo)
         return twin
 
     @property
     def device(self) -> torch.device:
-        return self.hint.weight.device
+        return self.length.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.length.weight.dtype
 
     @property
     def num_embeddings(self) -> int:
@@ -72,7 +76,7 @@ class HintedEmbedding(nn.Module):
     def _look_up(self, tokens: Tensor) -> Tensor:
         embedding: Any = self.embedding
         with torch.no_grad():
-            return embedding(tokens).to(self.hint.weight.dtype)
+            return embedding(tokens).to(self.dtype)
 
 
 def _rotation(size: int) -> Tensor:
@@ -168,12 +172,17 @@ def _keep_layers(draft: PreTrainedModel, layers: list[int]) -> None:
     for module in draft.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
-                kept = [_renumbered(copy.deepcopy(child[old]), new) for new, old in enumerate(layers)]
+                kept = [_renumbered(copy.deepcopy(child[old], _same(draft)), new) for new, old in enumerate(layers)]
                 setattr(module, name, nn.ModuleList(kept))
     config.num_hidden_layers = len(layers)
     for name in ("layer_types", "no_rope_layers"):
         if getattr(config, name, None):
             setattr(config, name, [getattr(config, name)[old] for old in layers])
+
+
+def _same(draft: PreTrainedModel) -> dict[int, Any]:
+    """What a copy of a layer has in common with the others: the configuration, where settings are looked up."""
+    return {id(config): config for config in (draft.config, compat.text_config(draft.config))}
 
 
 def _renumbered(layer: nn.Module, index: int) -> nn.Module:
