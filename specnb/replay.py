@@ -146,19 +146,19 @@ def _chain_along(
     right = [guess == [token] for guess, token in zip(first, text)]
     newest = rows.view(0)[int(drafter.cache.lengths[0]) :]  # not seen yet; the last of them guesses the rest's first
     rest = text[TIMED:]
-    guesses = _next_tokens(drafter, [*newest, *rest[:-1]], compat.vocab_size(model)) if rest else []
+    guesses = _next_tokens(drafter, [*rows.view(0), *rest[:-1]], compat.vocab_size(model)) if rest else []
     right += [guess == token for guess, token in zip(guesses[len(newest) - 1 :], rest)]
     return right + [False] * (len(text) - len(right)), median(times) if times else 0.0
 
 
-def _next_tokens(drafter: DraftModel, tokens: list[int], vocab_size: int) -> list[int]:
-    """The draft model's greedy guess after each of these tokens that still fits its context."""
-    held, embedded = int(drafter.cache.lengths[0]), drafter.model.get_input_embeddings().num_embeddings
-    tokens = tokens[: max(context_size(drafter.model.config) - held, 0)]
-    if not tokens:
+def _next_tokens(drafter: DraftModel, text: list[int], vocab_size: int) -> list[int]:
+    """The draft model's greedy guess after each token of the text that its cache does not hold but its context does."""
+    held = int(drafter.cache.lengths[0])
+    unread = drafter.as_read(0, text)[held : context_size(drafter.model.config)]
+    if not unread:
         return []
-    drafter.cache.reserve(held + len(tokens))
-    ids = torch.tensor([tokens]).clamp(max=embedded - 1)  # a target padded to more ids may write later ones
+    drafter.cache.reserve(held + len(unread))
+    ids = torch.tensor([unread])
     return target_pass(drafter.model, drafter.cache, ids)[0, :, :vocab_size].argmax(dim=-1).tolist()
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import specnb
+from specnb.drafters.small_model import small_model
 from specnb.replay import Replay, replay
 from tests.conftest import DRAFTERS
-from tests.tiny import perturbed, prompt, tiny_model
+from tests.tiny import VOCAB, perturbed, prompt, tiny_model
 
 
 def rounds_of_generate(model, ids, drafter, new):
@@ -119,6 +120,15 @@ def test_short_texts(llama, written, length):
     for drafter in (specnb.DraftModel(perturbed(llama), 4), specnb.PromptLookup(4)):
         expected, _ = rounds_of_generate(llama, ids, drafter, length)
         assert replay(llama, drafter, ids[0].tolist(), text[:length]).rounds(4) == expected
+
+
+def test_a_draft_that_reads_hints(llama, written):
+    """A small model made of the target's parts is told what followed the last tokens before; so it is in a replay."""
+    ids, text = written
+    small = small_model(llama, (0, 1), torch.arange(VOCAB))
+    expected, _ = rounds_of_generate(llama, ids, specnb.DraftModel(small, 4), len(text))
+    assert replay(llama, specnb.DraftModel(small), ids[0].tolist(), text).rounds(4) == expected
+    assert sum(accepted for _, accepted in expected) > 0
 
 
 def test_nothing_cannot_be_replayed(llama):

@@ -122,16 +122,19 @@ class DraftModel(StepwiseDrafter):
         """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest."""
         self.cache.rollback((self.cache.lengths - torch.tensor(rows.lengths) + 1).clamp(min=0))
 
-    def _readable(self, row: int, begin: int, end: int) -> list[int]:
-        """The row's tokens at these places as the model reads them; its context and vocabulary may be smaller."""
-        tokens = self._session.rows.view(row)
-        if self._hints is not None:
-            tokens = self._hints[row].extend(tokens)
-        return [self._known(token) for token in tokens[begin : min(end, context_size(self.model.config))]]
+    def as_read(self, row: int, tokens: list[int]) -> list[int]:
+        """The row's text ``tokens`` as the model reads it: with hints, or with the last of its ids for those beyond it.
 
-    def _known(self, token: int) -> int:
-        """The token, or the last one the draft has an embedding for: a padded target may write later ones."""
-        return token if self._hints is not None else min(token, self._last_id)
+        (A target padded to more ids may write later ones than the draft has an embedding for.)
+        """
+        if self._hints is not None:
+            return self._hints[row].extend(tokens)
+        return [min(token, self._last_id) for token in tokens]
+
+    def _readable(self, row: int, begin: int, end: int) -> list[int]:
+        """The row's tokens at these places as the model reads them; its context may be smaller."""
+        tokens, end = self._session.rows.view(row), min(end, context_size(self.model.config))
+        return self.as_read(row, tokens)[begin:end] if self._hints is not None else self.as_read(row, tokens[begin:end])
 
     def _within_reach(self, rows: Rows, limits: list[int]) -> list[int]:
         """A draft with a shorter context than the target's stops drafting where its positions end."""
