@@ -137,7 +137,8 @@ class Cascade(Drafter):
 
     def _is_trusted(self, row: _Row, i: int, kind: Kind, n: int, limit: int) -> bool:
         """Whether a row's n guesses of part i promise as much as any later part's."""
-        promised = sum(row.alpha(i, kind, self.parts[i]) ** j for j in range(1, n + 1))
+        alpha = row.alpha(i, kind, self.parts[i])
+        promised = sum(alpha**j for j in range(1, n + 1))
         return all(promised >= self._worth_asking(row, j, limit)[1] for j in range(i + 1, len(self.parts)))
 
     def _joined(self, size: int) -> Draft:
