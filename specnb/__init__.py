@@ -43,8 +43,10 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     )
     from specnb.theory import (
         CostCurve,
+        batch_speedup,
         best_draft_length,
         break_even_alpha,
+        break_even_batch,
         expected_tokens,
         operations_factor,
         speedup,
@@ -76,8 +78,8 @@ _HOMES = {
     "results": "BenchmarkResult",
     "stats": "AuditResult TestResult audit chi_square correct effect_size g_test power required_sample_size "
     "total_variation two_sample_chi_square",
-    "theory": "CostCurve best_draft_length break_even_alpha expected_tokens operations_factor speedup "
-    "tokens_per_round_law",
+    "theory": "CostCurve batch_speedup best_draft_length break_even_alpha break_even_batch expected_tokens "
+    "operations_factor speedup tokens_per_round_law",
     "training": "Distilled distill_draft",
     "trees": "verify_tree_greedy verify_tree_sample",
     "verification": "Verdict emitted_distribution residual verify_greedy verify_sample",

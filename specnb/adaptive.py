@@ -24,6 +24,9 @@ one ``pass_width``. When sampling, a seed fixes the random numbers but not how m
 run repeats only with a ``clock`` that does; and a row's text may then depend on its neighbours, with whom it shares a
 pass.
 
+In a batch one k holds for all rows, since a pass is as wide as its longest draft. Compiled passes (``compile=True``)
+have no such filler: there each row's length is chosen for itself, out of what the pass as a whole costs.
+
 Sources: Leviathan et al. 2023 (arXiv 2211.17192), sections 3.3 and 3.5. Explained in notebook 07.
 """
 
@@ -34,6 +37,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,6 +111,8 @@ class Adaptive(Drafter):
         self._idle = 0  # rounds since the inner drafter was last asked
         self._draws = False
         self._vocab_size = session.vocab_size
+        # rows of a compiled pass have drafts of their own lengths; its size is a function of all positions together
+        self._size_of = None if session.twin is None else session.twin.size_of
         self.drafter.start(session)
 
     def join(self, row: int) -> None:
@@ -126,15 +133,19 @@ class Adaptive(Drafter):
         self._asks_first = self._asking_is_free(now.active)
         if self._asks_first:
             offer = self._ask(rows, limits, now)
-            k = self._choose(offer, now)
+            now.sent = self._choose(offer, now)
+            planned = now.sent if self._size_of else [min(max(now.sent), n) for n in limits]
         else:
             k = self._plan(limits, now)
-            offer = self._ask(rows, [min(k, n) for n in limits], now)
-        self.chosen[k] += 1
-        now.offer, now.sent = offer, [min(k, n) for n in now.offered]
+            planned = [min(k, n) for n in limits]
+            offer = self._ask(rows, planned, now)
+            now.sent = now.offered
+        k = max(now.sent)
+        self.chosen[max(planned)] += 1
+        now.offer = offer
         draft = Draft(
             offer.tokens[:, :k], torch.tensor(now.sent), None if offer.probs is None else offer.probs[:, :k],
-            planned=[min(k, n) for n in limits], kinds=offer.kinds,
+            planned=planned, kinds=offer.kinds,
         )  # fmt: skip
         now.handed_over = self.clock()
         return draft
@@ -160,15 +171,41 @@ class Adaptive(Drafter):
 
     # --- the choice ---
 
-    def _choose(self, offer: Draft, now: _Round) -> int:
-        """How much of the offer to send."""
-        longest = max(now.offered)
+    def _choose(self, offer: Draft, now: _Round) -> list[int]:
+        """How much of each row's offer to send."""
         if offer.probs is not None:  # a drawn draft is not cut after the draw
-            return longest
+            return now.offered
         now.kinds = list(offer.kinds) if offer.kinds is not None else now.kinds
-        if self._needs_plain_pass() or longest == 0:
-            return 0
-        return self._best(self._gains(now.offered, now.kinds), self.costs.passes_up_to(longest, now.active), now)
+        if self._needs_plain_pass() or not any(now.offered):
+            return [0] * len(now.offered)
+        if self._size_of is not None:
+            return self._choose_for_each(now, self._size_of)
+        gains = self._gains(now.offered, now.kinds)
+        k = self._best(gains, self.costs.relative(self._sizes(now.offered, now.active)), now)
+        return [min(k, n) for n in now.offered]
+
+    def _choose_for_each(self, now: _Round, size_of: Callable[[int], int]) -> list[int]:
+        """Of all rows' guesses the likeliest to pass, as many as pay.
+
+        A row's come in order, for none is likelier than the one before it.
+        """
+        chances = [
+            (chance, b)
+            for b, n in enumerate(now.offered)
+            for chance in accumulate(self.acceptance.of(b, now.kinds[b], n), mul)
+        ]
+        chances.sort(key=lambda guess: -guess[0])
+        gains = [0.0, *accumulate(chance for chance, _ in chances)]
+        costs = self.costs.relative([size_of(now.active + n) for n in range(len(gains))])
+        taken = Counter(b for _, b in chances[: self._best(gains, costs, now)])
+        return [taken[b] for b in range(len(now.offered))]
+
+    def _sizes(self, lengths: Sequence[int], active: int) -> list[int]:
+        """The size of the pass, all rows together, if at most k guesses of each are sent: for k = 0 … the longest."""
+        drafts = range(1 + max(lengths))
+        if self._size_of is not None:
+            return [self._size_of(active + sum(min(k, n) for n in lengths)) for k in drafts]
+        return [active * (1 + k) for k in drafts]
 
     def _plan(self, limits: list[int], now: _Round) -> int:
         """How much to ask for, by the past alone."""
@@ -176,9 +213,8 @@ class Adaptive(Drafter):
             return 0
         if self.costs.drafting(now.active) is None:
             return 1  # what does drafting cost? One token tells
-        longest = max(limits)
-        passes, drafts = (up_to(longest, now.active) for up_to in (self.costs.passes_up_to, self.costs.drafts_up_to))
-        costs = [v + d for v, d in zip(passes, drafts)]
+        passes = self.costs.relative(self._sizes(limits, now.active))
+        costs = [v + d for v, d in zip(passes, self.costs.drafts_up_to(max(limits), now.active))]
         k = self._best(self._gains(limits, now.kinds), costs, now)
         return k or self._try_again(limits, costs, now)
 
@@ -240,7 +276,8 @@ class Adaptive(Drafter):
 
     def _learn_times(self, now: _Round, arrived: float, ended: float) -> None:
         longest = max(now.sent)
-        self.costs.add_pass(now.active * (1 + longest), 1000.0 * (arrived - now.handed_over))
+        size = self._size_of(now.active + sum(now.sent)) if self._size_of else now.active * (1 + longest)
+        self.costs.add_pass(size, 1000.0 * (arrived - now.handed_over))
         self.plain.add(longest == 0)
         if now.asked:
             milliseconds = 1000.0 * (now.drafting + ended - arrived)

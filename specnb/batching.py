@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from transformers import PreTrainedModel
 
 from specnb import checks, compat
 from specnb.cache import context_size
-from specnb.compiled import compiled_width, twin_for
+from specnb.compiled import compiled_run
 from specnb.drafters.base import Drafter
 from specnb.preparation import Request, prepare
 from specnb.report import Round, Stats
@@ -203,9 +204,7 @@ class Batcher:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self.model, self.tokenizer, self.prefill_chunk = model, tokenizer, prefill_chunk
         self.max_waiting, self._defaults = max_waiting, generation_kwargs
-        if compile and pass_width is None:
-            pass_width = compiled_width(0 if drafter is None else drafter.num_draft_tokens)
-        twin = twin_for(model, pass_width) if compile and pass_width is not None else None
+        pass_width, twin = compiled_run(model, drafter, pass_width, compile)
         self._slots = Slots(model, max_batch, drafter, tokenizer, pass_width, twin)
         self._slots.listeners = [self]
         self._waiting: deque[Job] = deque()
@@ -388,6 +387,7 @@ class Batcher:
             error = error or self._tell(job, new)
         if error is not None:
             self._end(job, "error", error)
+            traceback.clear_frames(error.__traceback__)  # who keeps a job need not keep the scores of its last round
         elif rows.finished[job.slot]:
             self._end(job, "length" if len(job.tokens) >= rows.budgets[job.slot] else "stop")
 

@@ -113,6 +113,7 @@ class RaggedCache(Cache):
         self.compiled = False  # whether the pass under way is, if it is a twin's: compiled.py
         self._slots: Tensor | None = None  # [R, T] where the pass under way writes
         self._places: Tensor | None = None  # the same with row numbers, made when they are asked for
+        self._growth: Tensor | None = None  # [B], tokens that the pass adds to each row
         self._start: int | None = None  # its first slot, if all its rows share it
         self._rows: slice | Tensor | None = None  # the rows it is over; None for all
 
@@ -172,16 +173,34 @@ class RaggedCache(Cache):
         self._start = longest if bool((lengths == longest).all()) else None
         self._rows = None if rows is None else _selection(rows, device)
         self.attended = attended or longest + width
+        self._growth = torch.zeros_like(self.lengths)
+        self._growth[slice(None) if rows is None else list(rows)] = width
+        return self._slots
+
+    def begin_packed(self, rows: Sequence[int], counts: Sequence[int], size: int) -> Tensor:
+        """Plan a pass in which these rows stand side by side, each with its own number of new tokens.
+
+        For attention that reads the cache itself. The last place is repeated up to ``size`` of them.
+
+        Returns:
+            the tokens' slots, [1, size].
+        """
+        places = [(n + t, b) for b, n, T in zip(rows, self.lengths[list(rows)].tolist(), counts) for t in range(T)]
+        assert len(places) <= size and max(slot for slot, _ in places) < self.capacity
+        self._places = torch.tensor(places + places[-1:] * (size - len(places)))[None, None]
+        self._growth = torch.zeros_like(self.lengths)
+        self._growth[list(rows)] = torch.tensor(counts)
+        self._slots, self._rows = self._places[0, ..., 0], None
         return self._slots
 
     @property
     def places(self) -> Tensor:
-        """Where the planned pass writes, [R, 1, 1, T + 1]: the slots of each row, then the row's number."""
+        """Where the planned pass writes, [R, 1, T, 2]: of each token the slot and the row."""
         if self._places is None:
             assert self._slots is not None
             rows = torch.arange(len(self.lengths), device=self._slots.device)
             rows = rows if self._rows is None else rows[self._rows]
-            self._places = torch.cat([self._slots, rows[:, None]], dim=1)[:, None, None]
+            self._places = torch.stack([self._slots, rows[:, None].expand_as(self._slots)], dim=-1)[:, None]
         return self._places
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
@@ -207,10 +226,8 @@ class RaggedCache(Cache):
 
     def finish(self) -> None:
         """The planned pass went through: its tokens now count."""
-        assert self._slots is not None
-        grown = self.lengths.clone()
-        grown[slice(None) if self._rows is None else self._rows] += self._slots.shape[1]
-        self.lengths, self._slots = grown, None
+        assert self._growth is not None
+        self.lengths, self._slots = self.lengths + self._growth, None
 
     def abandon(self) -> None:
         """The planned pass broke off: the cache is as before, whatever its slots beyond the lengths hold."""
@@ -285,7 +302,13 @@ def target_pass(
     expected = len(cache.lengths) if rows is None else len(rows)
     if tokens.ndim != 2 or tokens.shape[0] != expected:
         raise ValueError(f"tokens must be [{expected}, T], one row per row of the pass, got {list(tokens.shape)}.")
-    slots = cache.begin(tokens.shape[1], attended, model.device, rows)
+    return run_pass(model, cache, tokens, cache.begin(tokens.shape[1], attended, model.device, rows), need_logits)
+
+
+def run_pass(
+    model: PreTrainedModel, cache: RaggedCache, tokens: Tensor, slots: Tensor, need_logits: bool = True
+) -> Tensor:
+    """The forward pass that the cache has planned: tokens [R, T] go to these slots [R, T]; logits [R, T, V]."""
     arguments: dict[str, Any] = {compat.cache_argument(model): cache}
     if not need_logits and compat.accepts(model, "logits_to_keep"):
         arguments["logits_to_keep"] = 1

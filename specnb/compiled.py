@@ -6,7 +6,10 @@ packed copy of the matrices, and takes the model's place in `target_pass`:
 * linear layers read packed weights (`specnb.kernels.packed_linear`),
 * attention looks straight into the `RaggedCache` (`specnb.kernels.ragged_attention`): no mask, no repeated heads,
 * what remains of a layer (norms, rotations, activations) is fused by ``torch.compile``: one layer is compiled, once per
-  number of rows and positions, and serves all layers of its kind.
+  number of positions, and serves all layers of its kind.
+
+A pass is *packed*: rows stand side by side in one line of positions, each with as many as it has guesses and one, so
+that a row without a guess costs one position whatever its neighbours draft.
 
 Measured, piece by piece, in notebook 07.
 """
@@ -21,7 +24,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +35,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from specnb import compat, kernels
-from specnb.cache import RAGGED_ATTENTION, RaggedCache, RaggedLayer, target_pass
+from specnb.cache import RAGGED_ATTENTION, RaggedCache, RaggedLayer, run_pass, target_pass
 from specnb.progress import Progress
+
+if TYPE_CHECKING:
+    from specnb.drafters.base import Drafter
 
 OPTIONS = {
     "cpp.threads": 1,  # what is left are a few thousand numbers a kernel: a second thread costs more than it brings
     "size_asserts": False,  # a graph serves caches of any capacity: only the kernels look at the buffers
 }
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read the same input
-STEP = 4  # passes are compiled for multiples of this many positions
+STEP = 4  # passes are compiled for multiples of this many positions, larger ones for fewer sizes: `pass_size`
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a twin's logits, as a share of the largest one
 
 
@@ -130,7 +136,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention interface, over a cache's whole buffers; places [R, 1, 1, T + 1] come as the mask.
+    """transformers' attention interface, over a cache's whole buffers; places [R, 1, T, 2] come as the mask.
 
     Args:
         query: [R, H, T, D]; key, value: buffers [B, H_kv, capacity, D].
@@ -161,6 +167,28 @@ def compiled_width(num_draft_tokens: int) -> int:
     return -(-(num_draft_tokens + 1) // STEP) * STEP
 
 
+def compiled_run(
+    model: PreTrainedModel, drafter: Drafter | None, pass_width: int | None, compile: bool
+) -> tuple[int | None, Twin | None]:
+    """What ``compile`` means for a run: its pass width, and the twin where there can be one."""
+    if not compile:
+        return pass_width, None
+    if pass_width is None:
+        pass_width = compiled_width(0 if drafter is None else drafter.num_draft_tokens)
+    return pass_width, twin_for(model, pass_width)
+
+
+def pass_size(positions: int) -> int:
+    """The size for which a pass over so many positions is compiled: 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, …"""
+    step = max(STEP, (1 << (max(1, positions - 1).bit_length() - 1)) // 2)
+    return -(-positions // step) * step
+
+
+def sizes_up_to(pass_width: int) -> list[int]:
+    """The sizes that passes over the positions of one row have: `pass_size`, but none above the width."""
+    return sorted({min(pass_size(n), pass_width) for n in range(1, pass_width + 1)})
+
+
 class Unsupported(RuntimeError):
     """The model has something the twin cannot reproduce; the message says what was seen."""
 
@@ -171,7 +199,9 @@ class Twin:
     Attributes:
         network: the copy with packed layers and `attention`.
         widths: numbers of positions whose passes are compiled and checked. Prefill runs layer by layer.
-        narrows: whether a pass over fewer positions gives the same bits, so that filler can be left out.
+        refused: those whose passes gave other bits, and are not used.
+        narrows: whether passes of different sizes give the same bits. If not, each row goes through a pass of its own,
+            filled up to the whole pass width.
 
     Raises:
         kernels.NoCompiler: where nothing can be built.
@@ -185,6 +215,7 @@ class Twin:
         self.network = packed_copy(model)
         self.network.set_attn_implementation(RAGGED_ATTENTION)
         self.widths: set[int] = set()
+        self.refused: set[int] = set()
         self.narrows = True
         self.graphs: dict[Any, Callable[..., Any]] = {}
         for index, layer in enumerate(blocks(self.network)):
@@ -193,18 +224,13 @@ class Twin:
         compare(probe(model, 5), probe(self.network, 5), model.dtype)
         check_windows(model)
 
-    def width_of(self, positions: int, pass_width: int) -> int:
-        """Positions of a pass that needs this many: filler up to a multiple of 4, or up to the whole pass width."""
-        return min(-(-positions // STEP) * STEP, pass_width) if self.narrows else pass_width
-
     def warm_up(self, pass_width: int) -> None:
-        """Compile the passes that a run of this width needs, and compare them with each other and with the network.
+        """Compile the passes that one row of this width needs, and compare them with each other and with the network.
 
         Raises:
             Unsupported: if a compiled pass computes something else.
         """
-        widths = [self.width_of(n, pass_width) for n in range(1, pass_width + 1, STEP)]
-        missing = [width for width in dict.fromkeys(reversed(widths)) if width not in self.widths]
+        missing = [size for size in reversed(sizes_up_to(pass_width)) if size not in self.widths]
         if not missing:
             return
         plain, found = probe(self.network, pass_width), []
@@ -213,26 +239,90 @@ class Twin:
                 found.append(probe(self.network, width, compiled=True))
                 compare(plain[:, :width], found[-1], self.network.dtype)
                 progress.update(done + 1)
-        whole = probe(self.network, pass_width, compiled=True)
-        self.narrows &= all(torch.equal(logits, whole[:, : logits.shape[1]]) for logits in found)
+        widest = probe(self.network, max(missing + list(self.widths)), compiled=True)
+        self.narrows &= all(torch.equal(logits, widest[:, : logits.shape[1]]) for logits in found)
         self.widths.update(missing)  # only now: whoever interrupts the checks gets them again
+
+    @staticmethod
+    def size_of(positions: int) -> int:
+        """The size of a pass over so many positions, all rows together: `pass_size`."""
+        return pass_size(positions)
+
+    def serves(self, size: int) -> bool:
+        """Whether passes of this size can be used: compiled and checked when they are first wanted.
+
+        Every position must come out as in the widest pass of one row, bit for bit.
+        """
+        with self.lock:
+            if size not in self.widths | self.refused:
+                found, known = probe(self.network, size, compiled=True), max(w for w in self.widths if w <= size)
+                same = torch.equal(found[:, :known], probe(self.network, known, compiled=True))
+                (self.widths if same and self._agrees(found) else self.refused).add(size)
+            return size in self.widths
+
+    def _agrees(self, found: Tensor) -> bool:
+        try:
+            compare(probe(self.network, found.shape[1]), found, self.network.dtype)
+        except Unsupported:
+            return False
+        return True
 
     def target_pass(
         self, cache: RaggedCache, tokens: Tensor, rows: list[int], network: PreTrainedModel | None = None
     ) -> Tensor:
-        """`target_pass` over these rows; the last is repeated up to a power of two, so that few sizes are compiled.
+        """`target_pass` over tokens [R, T] of these rows; logits [R, T, V]. The cache must have room for them.
 
         Args:
             network: some of the network's layers, if not all of them (`specnb.EarlyExit`).
         """
-        spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
-        padded = torch.cat([tokens, tokens[-1:].expand(spare, -1)])
+        rows_, T = tokens.shape
+        logits = self.packed_pass(cache, tokens, rows, [T] * rows_, max(self.widths | {T}), network)
+        return logits.view(rows_, T, -1)
+
+    def packed_pass(
+        self,
+        cache: RaggedCache,
+        tokens: Tensor,
+        rows: list[int],
+        counts: list[int],
+        pass_width: int,
+        network: PreTrainedModel | None = None,
+    ) -> Tensor:
+        """A pass in which these rows stand side by side; row i of tokens [R, T] appends its first ``counts[i]``.
+
+        Args:
+            pass_width: of the run; a row of its own is filled up to it where sizes do not give the same bits.
+
+        Returns:
+            logits [N, V] of the N = Σ counts tokens, row after row.
+        """
+        flat = torch.cat([row[:n] for row, n in zip(tokens, counts)])
+        before, found, first = cache.lengths, [], 0
         cache.compiled = True
         try:
-            network = self.network if network is None else network
-            return target_pass(network, cache, padded, rows=rows + rows[-1:] * spare)[: len(rows)]
+            for some, size in self.passes(counts, pass_width):
+                slots = cache.begin_packed(rows[first : first + len(some)], some, size)
+                here, flat, first = flat[: sum(some)], flat[sum(some) :], first + len(some)
+                line = torch.cat([here, here[-1:].expand(size - len(here))])[None]  # filler repeats the last token
+                found.append(run_pass(network or self.network, cache, line, slots)[0, : len(here)])
+        except BaseException:
+            cache.rollback(cache.lengths - before)
+            raise
         finally:
             cache.compiled = False  # prefill is not, whatever else has been compiled: a text must not depend on that
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def passes(self, counts: list[int], pass_width: int) -> Iterator[tuple[list[int], int]]:
+        """How rows with so many positions share passes, and of what size: one for all if that will do."""
+        size = pass_size(sum(counts))
+        if len(counts) == 1:
+            yield counts, min(size, pass_width) if self.narrows else pass_width
+        elif self.narrows and self.serves(size):
+            yield counts, size
+        else:
+            half = len(counts) // 2
+            yield from self.passes(counts[:half], pass_width)
+            yield from self.passes(counts[half:], pass_width)
 
     def run_layer(
         self, layer: nn.Module, own: dict[str, Tensor], kind: Any, index: int, *args: Any, **kwargs: Any
@@ -278,8 +368,10 @@ def probe(network: PreTrainedModel, width: int, *, compiled: bool = False) -> Te
 
 def compare(expected: Tensor, got: Tensor, dtype: torch.dtype) -> None:
     """Raise `Unsupported` unless the logits of models of this dtype agree up to rounding."""
-    gap = float((expected.float() - got.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))
-    if not gap <= TOLERANCE[dtype]:
+    known = expected.isfinite()  # a draft's head may leave tokens out: −∞ in both
+    largest = expected.float()[known].abs().max().clamp(min=1e-6)
+    gap = float((expected.float() - got.float())[known].abs().max() / largest)
+    if not (gap <= TOLERANCE[dtype] and torch.equal(expected[~known], got[~known])):
         raise Unsupported(f"its fast pass gives other logits: they differ by {gap:.1%} of the largest one")
 
 
@@ -288,10 +380,15 @@ def fingerprint(model: PreTrainedModel) -> Any:
 
     The numbers are for edits through ``.data``, which no version counts: up to 64 of each tensor, evenly spread.
     """
-    parameters = [p.detach() for p in model.parameters()]
-    some = [p.reshape(-1)[:: max(1, p.numel() // 64)].float().cpu() for p in parameters]
-    versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
-    return versions, torch.cat(some).numpy().tobytes()
+    some: dict[Any, list[Tensor]] = {}
+    versions = []
+    for p in map(Tensor.detach, model.parameters()):
+        every = max(1, p.numel() // 64)
+        few = p.as_strided((-(-p.numel() // every),), (every,)) if p.is_contiguous() else p.reshape(-1)[::every]
+        some.setdefault((p.dtype, p.device), []).append(few)
+        versions.append((p.data_ptr(), 0 if p.is_inference() else p._version))
+    numbers = [torch.cat(several).view(torch.uint8).cpu().numpy().tobytes() for several in some.values()]
+    return versions, numbers
 
 
 def check_hooks(model: PreTrainedModel) -> None:
@@ -316,6 +413,7 @@ def twin_for(model: PreTrainedModel, pass_width: int) -> Twin | None:
     Returns:
         None, after a warning that says why, where there can be none; the warning comes once.
     """
+    compat.layer_windows(model.config)  # a model whose cache cannot forget is refused, not run uncompiled
     version = None
     try:
         check_hooks(model)

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from specnb import checks, compat
 from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, target_pass
-from specnb.compiled import Twin, compiled_width, twin_for
+from specnb.compiled import Twin, compiled_run
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.prefill import prefill, same_bucket
 from specnb.preparation import Request, check_inputs, prepare, requests_of
@@ -28,6 +28,7 @@ from specnb.processing import Processors, share_context_free
 from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
 from specnb.reuse import Remembered, cache_for
 from specnb.rows import Rows
+from specnb.scores import Scores
 from specnb.verification import Verdict, judge_greedy, judge_sample, raise_for_nan
 
 
@@ -190,15 +191,14 @@ def start(
     """Rows, caches and drafter as they stand after the prompts' prefill."""
     config, prompts = requests[0].config, [r.prompt for r in requests]
     budgets = checks.context_budgets([len(p) for p in prompts], [r.budget for r in requests], model.config)
+    pass_width, twin = compiled_run(model, drafter, pass_width, compile)
     drafted = drafter.num_draft_tokens if drafter is not None else 0
-    pass_width = compiled_width(drafted) if compile and pass_width is None else pass_width
     checks.check_rope(model.config, max(len(p) + new for p, new in zip(prompts, budgets)) + (pass_width or drafted))
     rows = Rows(prompts, budgets, [r.criteria for r in requests])
     processors = Processors([r.processors for r in requests])
     fixed = pass_width is not None
-    cache = cache_for(prompts, model, cache, fixed=fixed)
+    cache = cache_for(prompts, model, cache, fixed=fixed, by_twin=twin is not None)
     generators = row_generators(seed, len(rows), model.device)
-    twin = twin_for(model, pass_width) if compile and pass_width is not None else None
     run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators, twin)
     if drafter is not None:  # before the prefill: a drafter that does not fit says so at once
         drafter.start(run.session(tokenizer))
@@ -273,10 +273,9 @@ class Run:
     def round(self) -> None:
         """One round for all rows: each one writes 1 to k + 1 tokens, from one target pass."""
         draft = self.propose()
-        tokens = self.rows.pass_tokens(draft, self.positions(draft))  # [B, T]
         before = self.cache.lengths
-        logits = self.target_pass(tokens)  # [B, T, V]
-        p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # [B, K+1, V], as scores
+        logits = self.target_pass(draft)  # [N, V], of every position
+        p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # the same, as scores
         verdict = self.judge(draft, p)
         rounds = self.commit(draft, verdict, p)
         kept = self.kept(rounds)
@@ -294,16 +293,6 @@ class Run:
             draft = checks.checked_draft(self.drafter.draft(self.rows, limits), limits, compat.vocab_size(self.model))
         return draft.to(self.model.device)
 
-    def positions(self, draft: Draft) -> int:
-        """T of the round's pass: the newest token and the longest draft, and filler up to a fixed width.
-
-        A twin's rows do not depend on filler, bit for bit; there some of it is left out.
-        """
-        needed = 1 + draft.tokens.shape[1]
-        if self.pass_width is None:
-            return needed
-        return self.pass_width if self.twin is None else self.twin.width_of(needed, self.pass_width)
-
     def limits(self) -> list[int]:
         """How many guesses each row can use: its budget must hold one token more, the pass and its bucket too."""
         k = self.drafter.num_draft_tokens if self.drafter is not None else 0
@@ -313,48 +302,65 @@ class Run:
         ahead = [bucket_size(n) - 1 - n for n in self.cache.lengths.tolist()]
         return [min(limit, self.pass_width - 1, edge) for limit, edge in zip(limits, ahead)]
 
-    def target_pass(self, tokens: Tensor) -> Tensor:
-        """The pass over newest tokens and guesses of the rows that still grow; zeros for the others.
+    def target_pass(self, draft: Draft) -> Scores:
+        """The pass over newest tokens and guesses of the rows that still grow.
 
-        A fixed width also fixes how many slots a row attends to: then it is one pass for each bucket that rows lie in.
+        As wide for all of them as the longest draft, or as the pass width; a fixed width also fixes how many slots a
+        row attends to: then it is one pass for each bucket that rows lie in. A twin's rows stand side by side, each
+        with its own number of positions, since what it says of one does not depend on the others.
         """
-        active, before = self.rows.active, self.cache.lengths
+        active, before, places = self.rows.active, self.cache.lengths, 1 + draft.tokens.shape[1]
+        counts = [places if self.pass_width is None else self.pass_width] * len(active)
+        if self.twin is not None:
+            counts = [1 + n for n in draft.lengths[active].tolist()]
+        tokens = self.rows.pass_tokens(draft, max(counts))  # [B, T]
         groups = same_bucket(self.cache, active) if self.pass_width is not None and self.twin is None else [active]
         try:
-            parts = [self.pass_over(rows, tokens[rows]) for rows in groups]
+            parts = [self.pass_over(rows, tokens[rows], counts) for rows in groups]
         except BaseException:
             self.cache.rollback(self.cache.lengths - before)
             raise
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return for_all_rows(logits, [b for rows in groups for b in rows], len(self.rows))
+        return Scores.of_pass(logits, [b for rows in groups for b in rows], counts, len(self.rows), places)
 
-    def pass_over(self, rows: list[int], tokens: Tensor) -> Tensor:
-        """One pass over tokens [R, T] of these rows, which share a bucket if the width is fixed; logits [R, T, V]."""
+    def pass_over(self, rows: list[int], tokens: Tensor, counts: list[int]) -> Tensor:
+        """One pass over tokens [R, T] of these rows, which share a bucket if the width is fixed; logits [N, V]."""
         longest, width = max(self.cache.lengths[rows].tolist()), tokens.shape[1]
         attended = None if self.pass_width is None else bucket_size(longest)
         self.cache.reserve((attended or longest) + width)
-        if self.twin is not None:
-            return self.twin.target_pass(self.cache, tokens, rows)
-        return target_pass(self.model, self.cache, tokens, rows=rows, attended=attended)
+        if self.twin is not None and self.pass_width is not None:
+            return self.twin.packed_pass(self.cache, tokens, rows, counts, self.pass_width)
+        return target_pass(self.model, self.cache, tokens, rows=rows, attended=attended).flatten(0, 1)
 
-    def judge(self, draft: Draft, p: Tensor) -> Verdict:
-        """Greedy or sampling verification of each row, on the device."""
-        lengths = draft.lengths.to(p.device)
+    def judge(self, draft: Draft, p: Scores) -> Verdict:
+        """Greedy or sampling verification on the device; of rows that have ended it says nothing of use."""
+        lengths = draft.lengths.to(p.flat.device)
         if not any(self.sampling):
-            return judge_greedy(draft.tokens, p, lengths)
-        sampled = judge_sample(draft.tokens, draft.probs, p.float().softmax(dim=-1), lengths, self.generators)
+            return judge_greedy(draft.tokens, *p.favourites(), lengths)
+        sampled = self.judge_sample(draft, p, lengths)
         if all(self.sampling):
             return sampled
-        return either(self.sampling, sampled, judge_greedy(draft.tokens, p, lengths))
+        return either(self.sampling, sampled, judge_greedy(draft.tokens, *p.favourites(), lengths))
 
-    def commit(self, draft: Draft, verdict: Verdict, p: Tensor) -> list[Round]:
+    def judge_sample(self, draft: Draft, p: Scores, lengths: Tensor) -> Verdict:
+        """The rows that still grow and sample draw; the others cost nothing, and use up no random numbers."""
+        rows = [b for b in self.rows.active if self.sampling[b]]
+        q = None if draft.probs is None else draft.probs[rows]
+        generators = None if self.generators is None else [self.generators[b] for b in rows]
+        verdict = judge_sample(
+            draft.tokens[rows], q, p.flat[p.where[rows]].float().softmax(dim=-1), lengths[rows], generators
+        )
+        parts = (verdict.num_accepted, verdict.next_token, verdict.invalid)
+        return Verdict(*[for_all_rows(part, rows, len(self.rows)) for part in parts])
+
+    def commit(self, draft: Draft, verdict: Verdict, p: Scores) -> list[Round]:
         """Bring the verdict to the host, in the round's one copy, and write what stands."""
         columns = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid]
         host = torch.cat(columns, dim=1).cpu()
         k = draft.tokens.shape[1]
         self.refuse(host[:, 2 + k :])
         guesses = [row[:n] for row, n in zip(host[:, 2 : 2 + k].tolist(), draft.lengths.tolist())]
-        scores = p if self.config.return_dict_in_generate and self.config.output_scores else None
+        scores = p.table() if self.config.return_dict_in_generate and self.config.output_scores else None
         return explained(self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores), draft)
 
     def refuse(self, invalid: Tensor) -> None:
@@ -368,11 +374,11 @@ class Run:
             kept[r.row] = len(r.emitted)
         return kept
 
-    def tell(self, rounds: list[Round], draft: Draft, logits: Tensor, p: Tensor) -> None:
+    def tell(self, rounds: list[Round], draft: Draft, logits: Scores, p: Scores) -> None:
         """Hand the round to the listeners, with p and q if they were asked for."""
         if self.config.return_dict_in_generate and self.config.output_logits:
             for r in rounds:
-                self.raw_logits[r.row].extend(logits[r.row, : len(r.emitted)].float())
+                self.raw_logits[r.row].extend(logits.of_row(r.row, len(r.emitted)).float())
         if self.keep_probs:
             rounds = [with_probs(r, draft, p) for r in rounds]
         for listener in self.listeners:
@@ -382,7 +388,7 @@ class Run:
         """The cache, with what the next call has to know of it."""
         read = [0 if self.pass_width is None else n - 1 for n in self.rows.prompt_lengths]
         tokens = [self.rows.tokens(b) for b in range(len(self.rows))]
-        self.cache.remembered = Remembered(self.model, tokens, read)
+        self.cache.remembered = Remembered(self.model, tokens, read, self.twin is not None)
         return self.cache
 
     def output(self, input_ids: Tensor) -> GenerateOutput:
@@ -417,11 +423,11 @@ def explained(rounds: list[Round], draft: Draft) -> list[Round]:
     return [replace(r, **{name: of_row[r.row] for name, of_row in told.items()}) for r in rounds] if told else rounds
 
 
-def with_probs(r: Round, draft: Draft, p: Tensor) -> Round:
+def with_probs(r: Round, draft: Draft, p: Scores) -> Round:
     """The round with p [k+1, V] and, if the draft has one, q [k, V]."""
     k = len(r.drafted)
     q = None if draft.probs is None else draft.probs[r.row, :k]
-    return replace(r, p=p[r.row, : k + 1].float().softmax(dim=-1), q=q)
+    return replace(r, p=p.of_row(r.row, k + 1).float().softmax(dim=-1), q=q)
 
 
 def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...] | None:

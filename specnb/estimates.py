@@ -248,9 +248,9 @@ class RoundCosts:
         """A pass nobody has timed, in one-position passes."""
         return 1.0 + self.SLOPE * (size - 1)
 
-    def passes_up_to(self, k: int, rows: int = 1) -> list[float]:
-        """v(j + 1) / v(1) for j = 0 … k drafts in each of so many rows."""
-        plain, *others = self.milliseconds([rows * (j + 1) for j in range(k + 1)])
+    def relative(self, sizes: Sequence[int]) -> list[float]:
+        """Passes of these sizes in units of the first."""
+        plain, *others = self.milliseconds(sizes)
         return [1.0, *(ms / plain for ms in others)]
 
     def drafts_up_to(self, k: int, rows: int = 1) -> list[float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from specnb import kernels
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,10 @@ def describe_machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def find_compiler(device: torch.device | str = "cpu") -> str | None:
-    """The program or package `torch.compile` needs for this device: a C++ compiler, or Triton for a card."""
+    """What ``compile=True`` (or `torch.compile`) needs for this device: a C++ compiler, or Triton for a card."""
     if torch.device(device).type != "cpu":
         return "triton" if importlib.util.find_spec("triton") else None
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl"):
-        if name and shutil.which(name.split()[0]):
-            return name
-    return None
+    return kernels.compiler()
 
 
 def _usable_cores() -> int:

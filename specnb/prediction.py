@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.cache import RaggedCache, bucket_size, context_size
-from specnb.compiled import STEP, twin_for
+from specnb.compiled import sizes_up_to, twin_for
 from specnb.contestants import Way
 from specnb.profiling import forward_cost
 from specnb.theory import CostCurve
@@ -111,7 +111,7 @@ class PassSampler:
 def compiled_sizes(pass_width: int | None) -> list[int]:
     """The numbers of positions for which passes up to this width are compiled."""
     assert pass_width is not None
-    return [*range(STEP, pass_width, STEP), pass_width]
+    return sizes_up_to(pass_width)
 
 
 def compiled_pass(model: PreTrainedModel, pass_width: int | None) -> Callable[[RaggedCache, Tensor], Tensor] | None:

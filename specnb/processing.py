@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from specnb.scores import Scores
+
 if TYPE_CHECKING:
     from specnb.preparation import Request
     from specnb.rows import Rows
@@ -41,32 +43,30 @@ class Processors:
         self.one_call = self.context_free and all(processors is lists[0] for processors in lists)
         self.first = lists[0]
 
-    def __call__(self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Scores) -> Scores:
         """The target's p at every place of the round, as scores.
 
         Args:
-            drafted: LongTensor [B, K], the guesses; ``lengths`` [B] of them count.
-            logits: [B, T, V], T ≥ K + 1; place t follows the row's context and its first t guesses.
+            drafted: LongTensor [B, K], the guesses; ``lengths`` [B], on the CPU, of them count.
+            logits: place t of a row follows its context and its first t guesses.
 
         Returns:
-            scores [B, K+1, V], float32 where a processor ran.
+            the scores, float32 where a processor ran.
         """
-        logits = logits[:, : drafted.shape[1] + 1]
         if not any(self.per_row):
             return logits
-        scores = logits.to(torch.float32, copy=True)
+        scores = logits.flat.to(torch.float32, copy=True)
         if self.one_call:
-            return self._all_at_once(scores)
+            return Scores(self._all_at_once(scores), logits.where)
         for b in rows.active:
             places = int(lengths[b]) + 1
-            scores[b, :places] = self.score(rows, b, drafted[b, : places - 1], scores[b, :places])
-        return scores
+            here = logits.where[b, :places]
+            scores[here] = self.score(rows, b, drafted[b, : places - 1], scores[here])
+        return Scores(scores, logits.where)
 
     def _all_at_once(self, scores: Tensor) -> Tensor:
-        """Scores [B, T, V] through context-free processors; the tokens they are shown do not matter."""
-        flat = scores.flatten(0, 1)
-        tokens = torch.zeros(len(flat), 1, dtype=torch.long, device=flat.device)
-        return self.first(tokens, flat).view_as(scores)
+        """Scores [N, V] through context-free processors; the tokens they are shown do not matter."""
+        return self.first(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
 
     def next_scores(self, rows: Rows, guesses: Tensor, logits: Tensor) -> Tensor:
         """A draft's scores [B, V] at its next place, after its guesses [B, n] so far."""
@@ -74,7 +74,7 @@ class Processors:
             return logits
         scores = logits.to(torch.float32, copy=True)
         if self.one_call:
-            return self._all_at_once(scores[:, None])[:, 0]
+            return self._all_at_once(scores)
         for b in rows.active:
             scores[b] = self.score(rows, b, guesses[b], scores[b, None], first=guesses.shape[1])[0]
         return scores

@@ -54,6 +54,9 @@ class Round:
         return self.next_token is not None and not self.is_bonus
 
 
+_COUNTS = ("target_passes", "drafted", "accepted", "rejected", "emitted")
+
+
 class Stats:
     """Counts per row, and the ratios made of them.
 
@@ -65,21 +68,39 @@ class Stats:
     """
 
     def __init__(self, batch_size: int) -> None:
-        counts = torch.zeros(5, batch_size, dtype=torch.long)
-        self.target_passes, self.drafted, self.accepted, self.rejected, self.emitted = counts
+        # plain numbers: a tensor for each count would be most of what a served request leaves behind
+        self._counts = {name: [0] * batch_size for name in _COUNTS}
         self.seconds = 0.0
         self._reached: list[list[int]] = [[] for _ in range(batch_size)]  # per row and draft position
         self._passed: list[list[int]] = [[] for _ in range(batch_size)]
 
     def on_commit(self, rounds: list[Round]) -> None:
         for r in rounds:
-            self.target_passes[r.row] += 1
-            self.drafted[r.row] += len(r.drafted)
-            self.accepted[r.row] += r.num_accepted
-            self.rejected[r.row] += int(r.rejected)
-            self.emitted[r.row] += len(r.emitted)
+            rejected = int(r.rejected)
+            for name, count in zip(_COUNTS, (1, len(r.drafted), r.num_accepted, rejected, len(r.emitted))):
+                self._counts[name][r.row] += count
             _count_up(self._passed[r.row], r.num_accepted)
-            _count_up(self._reached[r.row], r.num_accepted + int(r.rejected))
+            _count_up(self._reached[r.row], r.num_accepted + rejected)
+
+    @property
+    def target_passes(self) -> Tensor:
+        return torch.tensor(self._counts["target_passes"])
+
+    @property
+    def drafted(self) -> Tensor:
+        return torch.tensor(self._counts["drafted"])
+
+    @property
+    def accepted(self) -> Tensor:
+        return torch.tensor(self._counts["accepted"])
+
+    @property
+    def rejected(self) -> Tensor:
+        return torch.tensor(self._counts["rejected"])
+
+    @property
+    def emitted(self) -> Tensor:
+        return torch.tensor(self._counts["emitted"])
 
     @property
     def tokens_per_pass(self) -> Tensor:
@@ -109,9 +130,8 @@ class Stats:
 
     def total(self) -> Stats:
         """All rows added up into one."""
-        whole = self._select(range(len(self.emitted)))
-        for name in ("target_passes", "drafted", "accepted", "rejected", "emitted"):
-            setattr(whole, name, getattr(self, name).sum(0, keepdim=True))
+        whole = Stats(1)
+        whole._counts, whole.seconds = {name: [sum(counts)] for name, counts in self._counts.items()}, self.seconds
         longest = max(len(row) for row in self._reached)
         whole._reached = [_column_sums(self._reached, longest).long().tolist()]
         whole._passed = [_column_sums(self._passed, longest).long().tolist()]
@@ -119,8 +139,7 @@ class Stats:
 
     def _select(self, rows: Any) -> Stats:
         part = Stats(len(rows))
-        for name in ("target_passes", "drafted", "accepted", "rejected", "emitted"):
-            setattr(part, name, getattr(self, name)[list(rows)])
+        part._counts = {name: [counts[b] for b in rows] for name, counts in self._counts.items()}
         part._reached, part._passed = [self._reached[b] for b in rows], [self._passed[b] for b in rows]
         part.seconds = self.seconds
         return part

@@ -6,6 +6,7 @@ is kept, the rest is rolled back. Used in notebook 08.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -23,16 +24,22 @@ class Remembered:
         tokens: the token ids of each row; the cache holds them up to its row's length.
         fixed: tokens at each row's beginning that were read in prefill chunks of fixed width; their entries are those
             that a fresh run of fixed width computes, bit for bit.
+        by_twin: whether the passes went through the model's compiled twin, whose bits are others.
     """
 
-    def __init__(self, model: PreTrainedModel, tokens: list[list[int]], fixed: list[int]) -> None:
-        self.model, self.tokens, self.fixed = weakref.ref(model), tokens, fixed
+    def __init__(
+        self, model: PreTrainedModel, tokens: list[list[int]], fixed: list[int], by_twin: bool = False
+    ) -> None:
+        self.model, self.tokens, self.fixed, self.by_twin = weakref.ref(model), tokens, fixed, by_twin
 
 
-def cache_for(prompts: list[list[int]], model: PreTrainedModel, cache: Any, *, fixed: bool) -> RaggedCache:
+def cache_for(
+    prompts: list[list[int]], model: PreTrainedModel, cache: Any, *, fixed: bool, by_twin: bool = False
+) -> RaggedCache:
     """An empty cache, or the given one cut back to what its rows and the prompts have in common.
 
-    With a fixed pass width only whole prefill chunks are kept, so that the text is that of a run without the cache.
+    With a fixed pass width only whole prefill chunks are kept, so that the text is that of a run without the cache; and
+    nothing, with a warning, if they were computed by the other kind of pass than this run's (compiled or not).
 
     Raises:
         TypeError, ValueError: for something that is no cache of `generate`, or of another model or number of rows.
@@ -52,7 +59,16 @@ def cache_for(prompts: list[list[int]], model: PreTrainedModel, cache: Any, *, f
         min(common_prefix(tokens[:held], prompt), len(prompt) - 1)
         for tokens, held, prompt in zip(known.tokens, cache.lengths.tolist(), prompts)
     ]
-    if fixed:
+    if fixed and known.by_twin != by_twin:
+        kinds = ("uncompiled", "compiled")
+        warnings.warn(
+            f"The cache comes from {kinds[known.by_twin]} passes, and this call's are {kinds[by_twin]}. Their bits "
+            "differ, and at a pass width they are not mixed: the prompt is read anew. Call both times with the same "
+            "compile=... to keep what was read.",
+            stacklevel=2,
+        )
+        keep = [0] * len(keep)
+    elif fixed:
         keep = [min(n, whole) // FIXED_CHUNK * FIXED_CHUNK for n, whole in zip(keep, known.fixed)]
     cache.rollback(cache.lengths - torch.tensor(keep))
     return cache

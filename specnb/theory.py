@@ -165,6 +165,42 @@ def break_even_alpha(k: int, c: float, cost: CostCurve | None = None) -> float:
     return high
 
 
+def batch_speedup(tokens: float, positions: float, batch_size: int, cost: CostCurve, c: float = 0.0) -> float:
+    """Predicted speed-up over plain decoding when B rows share each pass: m·v(B) / (v(B·T) + k·c·v(B)).
+
+    While a pass is bound by memory, v hardly rises and the speed-up is m, the tokens per round; once it is bound by
+    arithmetic, v grows with its argument, and what counts is m / T: tokens that come out for positions that go in.
+
+    Args:
+        tokens: m, tokens a round writes per row, such as ``stats.tokens_per_pass``, or `expected_tokens`.
+        positions: T, positions of a row in a pass, at least 1: k + 1; or the mean, where drafts differ in length.
+        batch_size: B.
+        cost: v by the number of positions of all rows together. Of a `forward_cost` measured with several rows, the
+            positions are multiplied by them.
+        c: cost of one draft step in target passes, both for all rows.
+
+    Derived in notebook 08.
+    """
+    B = whole_number("batch_size", batch_size, at_least=1)
+    if not positions >= 1:
+        raise ValueError(f"A row has at least 1 position in a pass, got positions = {positions!r}.")
+    rows = getattr(cost, "batch_size", 1)
+    plain, round_ = (cost(max(1.0, B * T / rows)) for T in (1.0, positions))
+    return _positive("tokens", tokens) * plain / (round_ + (positions - 1) * _cost_ratio(c) * plain)
+
+
+def break_even_batch(
+    tokens: float, positions: float, cost: CostCurve, c: float = 0.0, at_most: int = 4096
+) -> int | float:
+    """The smallest batch at which speculation no longer pays: where `batch_speedup` falls below 1.
+
+    Returns:
+        a batch size; ``math.inf`` if it pays up to ``at_most`` rows. Arguments as in `batch_speedup`.
+    """
+    sizes = range(1, whole_number("at_most", at_most, at_least=1) + 1)
+    return next((B for B in sizes if batch_speedup(tokens, positions, B, cost, c) < 1.0), math.inf)
+
+
 def operations_factor(alpha: Acceptance, k: int, c_operations: float = 0.0) -> float:
     """How many times more arithmetic a token costs than in plain decoding: (k·ĉ + k + 1) / expected tokens.
 

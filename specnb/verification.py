@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from specnb.scores import Scores
-
 Generators = Generator | Sequence[Generator] | None
 
 
@@ -60,16 +58,18 @@ def verify_greedy(draft_tokens: Tensor, target_logits: Tensor, draft_lengths: Te
     Derived in notebook 03.
     """
     lengths = _checked_lengths(draft_tokens, target_logits, draft_lengths)
-    places = torch.arange(target_logits.shape[0] * target_logits.shape[1], device=target_logits.device)
-    scores = Scores(target_logits.flatten(0, 1), places.view(target_logits.shape[:2]))
-    verdict = judge_greedy(draft_tokens, scores, lengths)
+    best, choice = (found.view(target_logits.shape[:2]) for found in favourites(target_logits.flatten(0, 1)))
+    verdict = judge_greedy(draft_tokens, best, choice, lengths)
     raise_for_nan(verdict.invalid)
     return verdict
 
 
-def judge_greedy(draft_tokens: Tensor, scores: Scores, draft_lengths: Tensor) -> Verdict:
-    """`verify_greedy` without its checks, and so without waiting for the device: what the loop calls."""
-    best, choice = (found[scores.where] for found in favourites(scores.flat))  # [B, K+1]
+def judge_greedy(draft_tokens: Tensor, best: Tensor, choice: Tensor, draft_lengths: Tensor) -> Verdict:
+    """`verify_greedy` without its checks, and so without waiting for the device: what the loop calls.
+
+    Args:
+        best, choice: [B, K+1], the highest score of each place (NaN if one is) and the token that has it: `favourites`.
+    """
     num_accepted = accepted_prefix(draft_tokens == choice[:, :-1], draft_lengths)
     next_token = choice.gather(1, num_accepted[:, None]).squeeze(1)
     return Verdict(num_accepted, next_token, BAD_TARGET * (best.isnan() & _in_use(choice, draft_lengths)))

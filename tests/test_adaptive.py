@@ -380,7 +380,7 @@ def test_sizes_between_and_beyond_those_seen():
         costs.add_pass(size, ms)
     assert costs.milliseconds([1, 3, 5]) == pytest.approx([10, 11, 12])
     assert costs.milliseconds([7])[0] == pytest.approx(12 + 2 * costs.SLOPE * 10)
-    assert costs.passes_up_to(2, rows=2) == pytest.approx([1, costs.milliseconds([4])[0] / 10.5, 12.3 / 10.5])
+    assert costs.relative([2, 4, 6]) == pytest.approx([1, costs.milliseconds([4])[0] / 10.5, 12.3 / 10.5])
     assert costs.curve().positions == (1, 5)
 
 
@@ -391,7 +391,7 @@ def test_a_drift_of_the_machine_is_not_taken_for_a_difference_of_sizes():
         costs.add_pass(9, 15.0)
     for _ in range(40):
         costs.add_pass(1, 30.0)  # only plain passes while the machine is three times slower
-    assert costs.passes_up_to(8)[8] == pytest.approx(1.5)
+    assert costs.relative(range(1, 10))[8] == pytest.approx(1.5)
     assert costs.drift == pytest.approx(3.0)
 
 
@@ -399,22 +399,22 @@ def test_a_size_thought_slow_is_tried_again_in_the_end():
     costs = RoundCosts()
     for size, ms in ((1, 10.0), (1, 10.0), (9, 90.0), (9, 90.0)):
         costs.add_pass(size, ms)
-    assert costs.passes_up_to(8)[8] == 9.0
+    assert costs.relative(range(1, 10))[8] == 9.0
     for _ in range(2 * costs.STALE):
         costs.add_pass(1, 10.0)
-    assert costs.passes_up_to(8)[8] < 1.5
+    assert costs.relative(range(1, 10))[8] < 1.5
 
 
 def test_known_costs_stand_until_times_replace_them():
     costs = RoundCosts(CostCurve((1, 9), (10.0, 20.0)), c=0.2, longest=8)
-    assert costs.passes_up_to(8)[8] == 2.0
+    assert costs.relative(range(1, 10))[8] == 2.0
     assert costs.drafts_up_to(8) == pytest.approx([0.2 * k for k in range(9)])
     assert costs.drafting() == 0.2
     for _ in range(9):
         costs.add_pass(9, 30.0)
         costs.add_pass(1, 10.0)
         costs.add_draft(8, 40.0)
-    assert costs.passes_up_to(8)[8] == pytest.approx(3.0)
+    assert costs.relative(range(1, 10))[8] == pytest.approx(3.0)
     assert costs.drafts_up_to(8)[8] == pytest.approx(4.0)
 
 
@@ -423,7 +423,7 @@ def test_clocks_that_stand_still_divide_nothing_by_0():
     for size in (1, 1, 4, 4):
         costs.add_pass(size, 0.0)
         costs.add_draft(3, 0.0)
-    assert costs.passes_up_to(3) == [1.0] * 4
+    assert costs.relative(range(1, 5)) == [1.0] * 4
     assert costs.drafting() == 1.0
 
 
@@ -451,3 +451,18 @@ def test_a_bad_start_of_a_position_nobody_tries_again_is_forgotten():
     first, second = acceptance.of(0, None, 2)
     assert first == known[0] > 0.9
     assert second > 0.9 > 0.7 > known[1]
+
+
+def test_in_a_packed_pass_each_row_has_a_length_of_its_own():
+    """Row 0 is guessed right, row 1 wrong, and every position costs: only guesses of row 0 are sent, all of them."""
+
+    def by_size(size):
+        return 1.0 + 0.2 * (size - 1)
+
+    options = dict(rows=2, cost=by_size, tokens=600)
+    _, packed = world(lambda b, place: float(b == 0), size_of=lambda n: n, **options)
+    both = [sent for sent, grown in zip(packed.sent, packed.grown) if all(grown)][20:]
+    assert sum(first == 8 for first, _ in both) >= 0.9 * len(both) > 20
+    assert sum(second for _, second in both) <= 0.05 * len(both)
+    _, wide = world(lambda b, place: float(b == 0), **options)
+    assert packed.seconds <= 0.9 * wide.seconds

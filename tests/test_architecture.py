@@ -33,6 +33,7 @@ def imports_of(path: Path) -> set[str]:
     ("module", "may_know"),
     [
         ("verification.py", set()),
+        ("scores.py", {"specnb.verification"}),
         ("theory.py", set()),
         ("estimates.py", {"specnb.theory"}),
         ("adaptive.py", {"specnb.checks", "specnb.drafters.base", "specnb.estimates", "specnb.theory"}),

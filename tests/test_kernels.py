@@ -107,19 +107,19 @@ def test_linear_refuses_another_dtype(dtype):
 
 
 def places_of(lengths, rows, t):
-    """[R, 1, 1, T + 1]: T tokens after so many in each row, then the row's number."""
+    """[R, 1, T, 2]: T tokens after so many in each row, and the row's number."""
     slots = torch.tensor(lengths)[:, None] + torch.arange(t)
-    return torch.cat([slots, torch.tensor(rows)[:, None]], dim=1)[:, None, None]
+    return torch.stack([slots, torch.tensor(rows)[:, None].expand_as(slots)], dim=-1)[:, None]
 
 
 def oracle(q, keys, values, places, scale, window):
     """Attention in float64, [R, T, H, D], from the definition: a softmax over the slots that are seen."""
     group = q.shape[1] // keys.shape[1]
     out = []
-    for query, (*slots, row) in zip(q.double(), places.flatten(1).tolist()):
-        k, v = (x[row].double().repeat_interleave(group, dim=0) for x in (keys, values))
+    for query, tokens_places in zip(q.double(), places.flatten(1, -2).tolist()):
         tokens = []
-        for t, slot in enumerate(slots):
+        for t, (slot, row) in enumerate(tokens_places):
+            k, v = (x[row].double().repeat_interleave(group, dim=0) for x in (keys, values))
             seen = slice(max(0, slot - window + 1) if window else 0, slot + 1)
             weights = (torch.einsum("hd,hsd->hs", query[:, t], k[:, seen]) * scale).softmax(dim=-1)
             tokens.append(torch.einsum("hs,hsd->hd", weights, v[:, seen]))
@@ -146,6 +146,21 @@ def test_attention_is_right(heads, kv_heads, d, window, dtype):
     for t in (1, 2, 4, 7, 32):
         places = places_of([0, 38, 13], [2, 0, 3], t)
         check_attention(normal(3, heads, t, d, dtype=dtype, seed=t), keys, values, places, d**-0.5, window)
+
+
+def test_tokens_of_several_rows_side_by_side(dtype, two_threads):
+    """A pass may hold 5 tokens of one row, 1 of the next and 3 of a third: each as if it were alone, bit for bit."""
+    keys, values = normal(6, 2, 70, 16, dtype=dtype), normal(6, 2, 70, 16, dtype=dtype, seed=1)
+    runs = [(12, 3, 5), (0, 0, 1), (40, 5, 3), (7, 3, 2), (60, 1, 1), (9, 2, 1)]  # length, row, tokens
+    places = torch.cat([places_of([length], [row], t) for length, row, t in runs], dim=2)
+    q = normal(1, 4, places.shape[2], 16, dtype=dtype, seed=2)
+    check_attention(q, keys, values, places)
+    together, start = attend(q, keys, values, places), 0
+    for length, row, t in runs:
+        part = attend(q[:, :, start : start + t], keys, values, places_of([length], [row], t))
+        assert torch.equal(part, together[:, start : start + t])
+        start += t
+    assert torch.equal(attend(q[:, :, :4], keys, values, places[:, :, :4]), together[:, :4]), "threads share one run"
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e-4, 30.0, 0.0], ids="scale {}".format)

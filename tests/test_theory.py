@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import specnb
 from specnb import CostCurve, best_draft_length, break_even_alpha, expected_tokens, speedup, tokens_per_round_law
+from specnb.profiling import PassCost
 from specnb.theory import operations_factor, round_cost
 
 # Leviathan et al. 2023 (arXiv 2211.17192), table 4: T5-XXL with T5 small, base and large as drafts.
@@ -229,3 +230,45 @@ def test_break_even_of_one_draft_is_its_cost():
 def test_nonsense_is_refused(call, error):
     with pytest.raises((ValueError, TypeError), match=error):
         call()
+
+
+# --- batches ---
+
+ROOF = specnb.CostCurve((1, 16, 1600), (10.0, 10.0, 1000.0))  # memory takes 10 ms, as long as arithmetic for 16
+
+
+def test_a_batch_gains_its_tokens_while_passes_are_free_and_loses_its_filler_afterwards():
+    assert specnb.batch_speedup(3.0, 5, 1, ROOF) == 3.0
+    assert specnb.batch_speedup(3.0, 5, 3, ROOF) == 3.0
+    assert specnb.batch_speedup(3.0, 5, 300, ROOF) == pytest.approx(3 / 5, rel=0.02)
+    assert specnb.batch_speedup(3.0, 5, 1, ROOF, c=0.25) == 1.5
+    assert specnb.batch_speedup(2.0, 1, 7, ROOF) == 2.0
+
+
+def test_the_break_even_is_where_the_speed_up_falls_below_one():
+    found = specnb.break_even_batch(3.0, 5, ROOF)
+    assert specnb.batch_speedup(3.0, 5, found, ROOF) < 1 <= specnb.batch_speedup(3.0, 5, found - 1, ROOF)
+    assert 16 * 3 / 5 <= found <= 16  # v(5B) = 3 v(B), v(B) still flat
+    assert specnb.break_even_batch(5.0, 5, ROOF) == specnb.break_even_batch(9, 5, specnb.CostCurve.free()) == math.inf
+    assert specnb.break_even_batch(1.0, 5, ROOF, c=0.1) == 1
+    assert specnb.break_even_batch(3.0, 5, ROOF, at_most=5) == math.inf
+
+
+def test_a_curve_of_several_rows_counts_all_their_positions():
+    curve = PassCost((1, 4, 400), (10.0, 10.0, 1000.0), batch_size=4)
+    for B in (1, 2, 9, 100):
+        assert specnb.batch_speedup(3.0, 5, B, curve) == pytest.approx(specnb.batch_speedup(3.0, 5, B, ROOF), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (dict(positions=0.5), "at least 1 position"),
+        (dict(batch_size=0), "batch_size"),
+        (dict(tokens=0.0), "tokens"),
+        (dict(c=-1.0), "at least 0"),
+    ],
+)
+def test_batches_that_make_no_sense_are_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        specnb.batch_speedup(**{"tokens": 2.0, "positions": 3, "batch_size": 2, "cost": ROOF, **wrong})

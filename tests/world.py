@@ -122,6 +122,7 @@ def play(
     busy: Callable[[int], float] = lambda i: 1.0,
     limit: int | None = None,
     model: object = MODEL,
+    size_of: Callable[[int], int] | None = None,
 ) -> Played:
     """Write the texts, as the loop would for a target that writes just them.
 
@@ -130,16 +131,20 @@ def play(
         hiccup: how many times longer round i's pass takes.
         busy: how many times slower the machine is in round i, drafting included.
         limit: the loop's own limit on drafts, such as a fixed width's.
+        size_of: passes are packed, without filler, and of these sizes: as compiled ones are.
     """
     rows = Rows([[0]] * len(texts), [len(text) for text in texts], [[] for _ in texts])
-    drafter.start(SimpleNamespace(rows=rows, model=model, do_sample=False, vocab_size=10**9))
+    twin = None if size_of is None else SimpleNamespace(size_of=size_of)
+    drafter.start(SimpleNamespace(rows=rows, model=model, do_sample=False, vocab_size=10**9, twin=twin))
     played, began = Played(), clock()
     while rows.active:
         limits = [max(0, min(drafter.num_draft_tokens, room - 1, limit or room)) for room in rows.room]
         clock.slowness = busy(len(played.sent))
         draft = drafter.draft(rows, limits) if any(limits) else Draft.empty(len(texts))
         guesses = [tokens[:n] for tokens, n in zip(draft.tokens.tolist(), draft.lengths.tolist())]
-        clock.work(cost(len(rows.active) * (1 + max(map(len, guesses)))) * hiccup(len(played.sent)))
+        active = len(rows.active)
+        positions = active * (1 + max(map(len, guesses)))
+        clock.work(cost(size_of(active + sum(map(len, guesses))) if size_of else positions) * hiccup(len(played.sent)))
         grown = commit(rows, texts, guesses)
         played.planned.append(draft.planned and list(draft.planned))
         played.sent.append([len(g) for g in guesses])

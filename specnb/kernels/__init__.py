@@ -15,10 +15,12 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,18 +56,21 @@ def library() -> ctypes.CDLL:
     _declare(lib.store, [pointer] * 3 + [ctypes.c_long] * 3 + [number] * 5)
     for dtype in DTYPES.values():
         _declare(getattr(lib, f"linear_{dtype}"), [pointer] * 5 + [number] * 4)
-        _declare(getattr(lib, f"attention_{dtype}"), [pointer] * 6 + [number] * 8 + [ctypes.c_float])
+        _declare(
+            getattr(lib, f"attention_{dtype}"),
+            [pointer] * 6 + [ctypes.c_long, pointer] + [number] * 8 + [ctypes.c_float],
+        )
     return lib
 
 
-def _declare(function: ctypes._CFuncPtr, arguments: list[type]) -> None:  # type: ignore[name-defined]
+def _declare(function: ctypes._CFuncPtr, arguments: Sequence[type]) -> None:  # type: ignore[name-defined]
     function.argtypes, function.restype = arguments, None
 
 
 def compiler() -> str | None:
-    """The C++ compiler that would be used: $CXX, or the first of c++, g++, clang++ on the path."""
+    """The command of the C++ compiler that would be used: $CXX, flags and all, or the first of c++, g++, clang++."""
     candidates = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+    return next((name for name in candidates if name and name.strip() and shutil.which(shlex.split(name)[0])), None)
 
 
 def _fingerprint() -> str:
@@ -83,7 +88,7 @@ def _build(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [str(compiler()), *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [*shlex.split(str(compiler())), *FLAGS, str(SOURCE), "-o", str(built)]
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode:
             raise NoCompiler(f"{compiler()} could not build {SOURCE.name}:\n{said.stderr.strip()[-2000:]}")
@@ -152,24 +157,25 @@ def _ragged_attention(
 ) -> Tensor:
     """q [R, H, T, D], whose tokens lie at ``places`` of a cache [B, H_kv, capacity, D].
 
-    Places are [R, …, T + 1]: the slots of a row's tokens, then the number of the row. A token sees the slots up to its
-    own; with a ``window`` > 0, the last ``window`` of them. Returns [R, T, H, D].
+    Places are [R, …, T, 2]: of each token the slot, then the number of the row. A token sees the slots of its row up to
+    its own; with a ``window`` > 0, the last ``window`` of them. Returns [R, T, H, D].
     """
     _check_dtype(q, keys)
     q, places = q.contiguous(), places.contiguous()
     (r, heads, t, d), (_, kv_heads, capacity, _) = q.shape, keys.shape
     columns, width = (-(-n // PANEL) * PANEL for n in (heads // kv_heads * t, d))
-    floats = kv_heads * (columns * d + capacity * (d + width + columns))
+    floats, threads = kv_heads * (columns * d + capacity * (d + width + columns)), torch.get_num_threads()
+    scratch = _scratch(threads * floats + r * t)  # for each thread; then where runs of one row start, 4 bytes each too
     out = q.new_empty(r, t, heads, d)
     getattr(library(), f"attention_{DTYPES[q.dtype]}")(
-        q.data_ptr(), keys.data_ptr(), values.data_ptr(), places.data_ptr(), out.data_ptr(),
-        _scratch(floats), r, heads, kv_heads, t, d, capacity, window, torch.get_num_threads(), scale,
+        q.data_ptr(), keys.data_ptr(), values.data_ptr(), places.data_ptr(), out.data_ptr(), scratch, floats,
+        scratch + 4 * threads * floats, r, heads, kv_heads, t, d, capacity, window, threads, scale,
     )  # fmt: skip
     return out
 
 
 def _ragged_store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, places: Tensor) -> None:
-    """Write key and value [R, H, T, D] to their places [R, …, T + 1] in a cache [B, H, capacity, D]."""
+    """Write key and value [R, H, T, D] to their places [R, …, T, 2] in a cache [B, H, capacity, D]."""
     places = places.contiguous()
     for fresh, buffer in ((key, keys), (value, values)):
         _check_dtype(fresh, buffer)

@@ -1,19 +1,21 @@
 // The two kernels of a decoding pass: linear layers for few rows, and attention over a ragged cache.
 //
-// linear: y = x · wᵀ for a few rows x and weights that are read once, straight through. A pass over T positions multiplies T rows with every weight of the model. The weights come from memory, so the
-// kernel's task is to keep them coming: they are packed in panels of 32 outputs, [N/32][K][32], which are read front
-// to back with a prefetch ahead, and every weight meets all rows of a tile while it sits in a register.
+// linear: y = x · wᵀ for some rows x and weights that are read once, straight through. A pass over T positions
+// multiplies T rows with every weight of the model. The weights come from memory, so the kernel's task is to keep them
+// coming: they are packed in panels of 32 outputs, [N/32][K][32], which are read front to back with a prefetch ahead,
+// and every weight meets all rows of a tile while it sits in a register.
 //
 // A row is summed over k = 0 … K-1 in that order, in float32, whatever rows are beside it: its result does not depend,
 // bit for bit, on the number of rows, nor on the number of threads.
-
 //
 // attention: the query at slot s of a row sees the slots 0 … s of that row's cache (with a window, the last of them).
-// Both products are the same panel kernel; a slot that is not seen has weight 0 and changes nothing, bit for bit.
+// Both products are the same panel kernel; a slot that is not seen has weight 0 and changes nothing, bit for bit. The
+// tokens of a pass may belong to different rows of the cache: neighbours of one row are computed together.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <omp.h>
 
 constexpr int PANEL = 32;   // outputs side by side: two vectors of 16
 constexpr int HALF = PANEL / 2;
@@ -115,22 +117,27 @@ void tile(int count, const typename T::Unit *w, long stride, const float *x, lon
 static inline int least(int a, int b) { return a < b ? a : b; }
 static inline int padded(int n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
-// x [M, K], w packed, bias [N] or null, y [M, N]; scratch: M · K floats.
+// x [M, K], w packed, bias [N] or null, y [M, N]; scratch: M · K floats, x tile by tile: [K][rows of the tile].
 template <class T>
 void linear(const typename T::Value *x, const typename T::Unit *w, const float *bias, typename T::Value *y, float *scratch,
             int M, int N, int K, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-#pragma omp for schedule(static)
-        for (int k = 0; k < K; k++)
-            for (int m = 0; m < M; m++)
-                scratch[(long)k * M + m] = T::widen(x[(long)m * K + k]);
+#pragma omp for collapse(2) schedule(static)
+        for (int row = 0; row < M; row += TILE)
+            for (int part = 0; part < K; part += 64) {
+                const int height = least(TILE, M - row), end = least(part + 64, K);
+                for (int k = part; k < end; k++)
+                    for (int m = 0; m < height; m++)
+                        scratch[(long)row * K + k * height + m] = T::widen(x[(long)(row + m) * K + k]);
+            }
 #pragma omp for schedule(static)
         for (int first = 0; first < N; first += PANEL)
             for (int row = 0; row < M; row += TILE) {
                 const int height = least(TILE, M - row), width = least(PANEL, N - first);
                 float sums[TILE * PANEL];
-                tile<T, false>(height, w + (long)first / PANEL * K * T::UNITS, T::UNITS, scratch + row, M, K, sums);
+                tile<T, false>(height, w + (long)first / PANEL * K * T::UNITS, T::UNITS, scratch + (long)row * K, height,
+                               K, sums);
                 for (int m = 0; m < height; m++)
                     for (int n = 0; n < width; n++)
                         y[(long)(row + m) * N + first + n] =
@@ -156,17 +163,23 @@ static inline Floats exp_of(Floats x) {
     return (Floats)((Words)(e * (Floats)power) & (Words)seen);
 }
 
-// Attention of one row of the batch. The T queries of all heads that share a key/value head are the columns of that
-// head: `columns` of them, `lead` with padding.
-//   q [heads, T, D]; keys, values [kv_heads, capacity, D]; slots [T]; out [T, heads, D]
+// A token's slot in the cache, and the row of the cache it belongs to.
+struct Place {
+    int64_t slot, row;
+};
+
+// Attention of T neighbours that belong to one row of the cache. The T queries of all heads that share a key/value head
+// are the columns of that head: `columns` of them, `lead` with padding.
+//   q [heads, step, D], of which T tokens; keys, values [kv_heads, capacity, D]; places [T]; out [T, heads, D]
 struct Shape {
     int heads, kv_heads, T, D, capacity, window;
     float scale;
+    int step;                       // tokens of a head in q, these T among them
     int seen, columns, lead, width; // slots seen, columns, both rounded up to panels: columns and D
 
-    Shape(int heads, int kv_heads, int T, int D, int capacity, int window, float scale)
-        : heads(heads), kv_heads(kv_heads), T(T), D(D), capacity(capacity), window(window), scale(scale), seen(0),
-          columns(heads / kv_heads * T), lead(padded(columns)), width(padded(D)) {}
+    Shape(int heads, int kv_heads, int T, int D, int capacity, int window, float scale, int step)
+        : heads(heads), kv_heads(kv_heads), T(T), D(D), capacity(capacity), window(window), scale(scale), step(step),
+          seen(0), columns(heads / kv_heads * T), lead(padded(columns)), width(padded(D)) {}
     long of_queries() const { return (long)lead * D; }
     long of_keys() const { return (long)seen * D; }
     long of_values() const { return (long)seen * width; }
@@ -175,10 +188,12 @@ struct Shape {
 
 // Queries of one key/value head as weights: [lead/32][D][32].
 template <class T> void arrange(const typename T::Value *q, float *panels, const Shape &s) {
-    for (int c = 0; c < s.lead; c++)
+    for (int c = 0; c < s.lead; c++) {
+        const typename T::Value *query = q + ((long)(c / s.T) * s.step + c % s.T) * s.D;
+        float *column = panels + (long)c / PANEL * s.D * PANEL + c % PANEL;
         for (int d = 0; d < s.D; d++)
-            panels[((long)c / PANEL * s.D + d) * PANEL + c % PANEL] =
-                c < s.columns ? T::widen(q[(long)c * s.D + d]) * s.scale : 0.0f;
+            column[d * PANEL] = c < s.columns ? T::widen(query[d]) * s.scale : 0.0f;
+    }
 }
 
 // Slots first … first + count - 1 of one head: widened, and the scores of all columns, [seen][lead].
@@ -187,9 +202,13 @@ void score(const typename T::Value *keys, const typename T::Value *values, const
            float *wide_values, float *scores, const Shape &s, int first, int count) {
     for (long i = (long)first * s.D; i < (long)(first + count) * s.D; i++)
         wide_keys[i] = T::widen(keys[i]);
-    for (int j = first; j < first + count; j++)
-        for (int d = 0; d < s.width; d++)
-            wide_values[(long)j * s.width + d] = d < s.D ? T::widen(values[(long)j * s.D + d]) : 0.0f;
+    for (int j = first; j < first + count; j++) {
+        float *line = wide_values + (long)j * s.width;
+        for (int d = 0; d < s.D; d++)
+            line[d] = T::widen(values[(long)j * s.D + d]);
+        for (int d = s.D; d < s.width; d++)
+            line[d] = 0.0f;
+    }
     for (int c = 0; c < s.lead; c += PANEL) {
         float sums[TILE * PANEL];
         tile<Float32, true>(count, queries + (long)c * s.D, PANEL, wide_keys + (long)first * s.D, s.D, s.D, sums);
@@ -200,10 +219,10 @@ void score(const typename T::Value *keys, const typename T::Value *values, const
 
 // 16 columns of scores become weights: they sum to 1 over the slots a column sees, and are 0 elsewhere. A column that sees
 // a NaN, or an infinity on top, is all NaN, as in the quotient it stands for.
-static void softmax(float *scores, const int64_t *slots, const Shape &s, int column) {
+static void softmax(float *scores, const Place *places, const Shape &s, int column) {
     Ints first = {}, last = {};
     for (int i = 0; i < HALF; i++) {
-        last[i] = column + i < s.columns ? int(slots[(column + i) % s.T]) : -1;
+        last[i] = column + i < s.columns ? int(places[(column + i) % s.T].slot) : -1;
         first[i] = s.window && last[i] >= s.window ? last[i] - s.window + 1 : 0;
     }
     Floats most = Floats{} - INFINITY, total = {}, at;
@@ -241,12 +260,12 @@ void mix(const float *weights, const float *values, typename T::Value *out, cons
     }
 }
 
-// All heads of one row of the batch, by all threads.
+// All heads of T neighbours, by all of these threads.
 template <class T>
 void attention(const typename T::Value *q, const typename T::Value *keys, const typename T::Value *values,
-               const int64_t *slots, typename T::Value *out, float *scratch, Shape s, int threads) {
+               const Place *places, typename T::Value *out, float *scratch, Shape s, int threads) {
     for (int t = 0; t < s.T; t++)
-        s.seen = slots[t] >= s.seen ? int(slots[t]) + 1 : s.seen;
+        s.seen = places[t].slot >= s.seen ? int(places[t].slot) + 1 : s.seen;
     float *queries = scratch, *wide_keys = queries + s.kv_heads * s.of_queries();
     float *wide_values = wide_keys + s.kv_heads * s.of_keys(), *scores = wide_values + s.kv_heads * s.of_values();
     const long head_size = (long)s.capacity * s.D;
@@ -254,7 +273,7 @@ void attention(const typename T::Value *q, const typename T::Value *keys, const 
     {
 #pragma omp for schedule(static)
         for (int h = 0; h < s.kv_heads; h++)
-            arrange<T>(q + (long)h * s.columns * s.D, queries + h * s.of_queries(), s);
+            arrange<T>(q + (long)h * (s.heads / s.kv_heads) * s.step * s.D, queries + h * s.of_queries(), s);
 #pragma omp for collapse(2) schedule(static)
         for (int h = 0; h < s.kv_heads; h++)
             for (int j = 0; j < s.seen; j += TILE)
@@ -264,7 +283,7 @@ void attention(const typename T::Value *q, const typename T::Value *keys, const 
 #pragma omp for collapse(2) schedule(static)
         for (int h = 0; h < s.kv_heads; h++)
             for (int c = 0; c < s.columns; c += HALF)
-                softmax(scores + h * s.of_scores(), slots, s, c);
+                softmax(scores + h * s.of_scores(), places, s, c);
 #pragma omp for collapse(3) schedule(static)
         for (int h = 0; h < s.kv_heads; h++)
             for (int c = 0; c < s.columns; c += TILE)
@@ -273,30 +292,40 @@ void attention(const typename T::Value *q, const typename T::Value *keys, const 
     }
 }
 
-// q [R, heads, T, D]; keys, values [B, kv_heads, capacity, D]; places [R][T + 1]: slots of the tokens, then the row's
-// number; out [R, T, heads, D].
+// q [R, heads, T, D]; keys, values [B, kv_heads, capacity, D]; places [R][T]; out [R, T, heads, D]. Runs of neighbours
+// that belong to one row are shared out among the threads, or one after the other is done by all of them if there are
+// few. scratch: so many floats for each thread. starts: room for R · T numbers.
 template <class T>
 void attention_of_rows(const typename T::Value *q, const typename T::Value *keys, const typename T::Value *values,
-                       const int64_t *places, typename T::Value *out, float *scratch, int R, int threads, const Shape &s) {
-    const long queries = (long)s.heads * s.T * s.D, cached = (long)s.kv_heads * s.capacity * s.D;
-    for (int r = 0; r < R; r++) {
-        const int64_t *slots = places + (long)r * (s.T + 1), row = slots[s.T];
-        attention<T>(q + r * queries, keys + row * cached, values + row * cached, slots, out + r * queries, scratch, s,
-                     threads);
+                       const Place *places, typename T::Value *out, float *scratch, long floats, int *starts, int R,
+                       int heads, int kv_heads, int length, int D, int capacity, int window, int threads, float scale) {
+    int runs = 0;
+    for (int i = 0; i < R * length; i++)
+        if (i % length == 0 || places[i].row != places[i - 1].row)
+            starts[runs++] = i;
+    const bool shared = runs >= 2 * threads;
+#pragma omp parallel for num_threads(shared ? threads : 1) schedule(dynamic)
+    for (int run = 0; run < runs; run++) {
+        const int start = starts[run], end = run + 1 < runs ? starts[run + 1] : R * length;
+        const int r = start / length, first = start % length;
+        const long cached = places[start].row * kv_heads * (long)capacity * D;
+        const Shape s(heads, kv_heads, end - start, D, capacity, window, scale, length);
+        attention<T>(q + ((long)r * heads * length + first) * D, keys + cached, values + cached, places + start,
+                     out + (long)start * heads * D, scratch + omp_get_thread_num() * floats, s, shared ? 1 : threads);
     }
 }
 
 // New keys or values [R, heads, T, bytes], whose rows, heads and tokens lie so many bytes apart, go to their places
-// [R][T + 1] in a cache [B, heads, capacity, bytes].
-extern "C" void store(const char *fresh, char *cache, const int64_t *places, long row_step, long head_step, long token_step,
+// [R][T] in a cache [B, heads, capacity, bytes].
+extern "C" void store(const char *fresh, char *cache, const Place *places, long row_step, long head_step, long token_step,
                       int R, int heads, int T, int capacity, int bytes) {
-    for (int r = 0; r < R; r++) {
-        const int64_t *slots = places + (long)r * (T + 1), row = slots[T];
+    for (int r = 0; r < R; r++)
         for (int h = 0; h < heads; h++)
-            for (int t = 0; t < T; t++)
-                std::memcpy(cache + ((row * heads + h) * (long)capacity + slots[t]) * bytes,
+            for (int t = 0; t < T; t++) {
+                const Place &place = places[(long)r * T + t];
+                std::memcpy(cache + ((place.row * heads + h) * (long)capacity + place.slot) * bytes,
                             fresh + r * row_step + h * head_step + t * token_step, bytes);
-    }
+            }
 }
 
 #define ENTRIES(name, T)                                                                                               \
@@ -305,11 +334,11 @@ extern "C" void store(const char *fresh, char *cache, const int64_t *places, lon
         linear<T>(x, w, bias, y, scratch, M, N, K, threads);                                                           \
     }                                                                                                                  \
     extern "C" void attention_##name(const T::Value *q, const T::Value *keys, const T::Value *values,                  \
-                                     const int64_t *places, T::Value *out, float *scratch, int R, int heads,           \
-                                     int kv_heads, int length, int D, int capacity, int window, int threads,           \
-                                     float scale) {                                                                    \
-        attention_of_rows<T>(q, keys, values, places, out, scratch, R, threads,                                   \
-                             Shape(heads, kv_heads, length, D, capacity, window, scale));                              \
+                                     const Place *places, T::Value *out, float *scratch, long floats, int *starts,      \
+                                     int R, int heads, int kv_heads, int length, int D, int capacity, int window,       \
+                                     int threads, float scale) {                                                       \
+        attention_of_rows<T>(q, keys, values, places, out, scratch, floats, starts, R, heads, kv_heads, length, D,      \
+                             capacity, window, threads, scale);                                                        \
     }
 
 ENTRIES(bfloat16, BFloat16)
