@@ -9,6 +9,8 @@ import torch
 import transformers
 
 import specnb
+from specnb import compat
+from specnb.drafters.small_model import small_model
 from tests import workers
 from tests.tiny import perturbed, tiny_model
 from tests.world import Paced
@@ -60,6 +62,11 @@ def adaptive(drafter: specnb.Drafter, c: float) -> specnb.Adaptive:
     return specnb.Adaptive(paced, clock=paced.clock)
 
 
+def distilled(model) -> specnb.DraftModel:
+    """A draft of the kind that `distill_draft` trains: a layer of the target, hints, and a head without one token."""
+    return specnb.DraftModel(small_model(model, [0], torch.arange(compat.vocab_size(model) - 1)), num_draft_tokens=3)
+
+
 # Every lossless drafter, as a function of the target. Greedy and statistical tests run over all of them.
 DRAFTERS = {
     "none": lambda model: None,
@@ -68,6 +75,7 @@ DRAFTERS = {
     "cascade": lambda model: specnb.Cascade(specnb.PromptLookup(4), specnb.DraftModel(perturbed(model), 3)),
     "copy": lambda model: specnb.DraftModel(model),
     "perturbed": lambda model: specnb.DraftModel(perturbed(model), num_draft_tokens=3),
+    "distilled": distilled,
     "always wrong": lambda model: specnb.Scripted(lambda context: [(context[-1] + 1 + i) % 7 for i in range(4)]),
     "adaptive": lambda model: adaptive(specnb.PromptLookup(), 0.0),
     "early exit": lambda model: specnb.EarlyExit(1, num_draft_tokens=3),
