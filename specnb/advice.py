@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specnb.replay import Replay
 from specnb.theory import CostCurve, best_draft_length, break_even_alpha, speedup
@@ -255,6 +255,11 @@ def withdraw(advised: Recommendation, measured: float) -> Recommendation:
         f"({measured:.2f} times as fast)."
     )
     return Recommendation("do not use", headline, advised.reasons, PLAIN, advised.outcome)
+
+
+def compiled(advised: Recommendation) -> Recommendation:
+    """The same advice for compiled passes: the lines to copy ask for them."""
+    return replace(advised, code=advised.code.replace("max_new_tokens", "compile=True, max_new_tokens"))
 
 
 def undecided(advised: Recommendation, doubt: float) -> Recommendation:

@@ -65,6 +65,7 @@ class Diagnosis:
         outcomes: what each drafter brings, by number of drafted tokens.
         recommendation: what to do.
         check: how the recommendation did when it was run.
+        compiled: whether the passes are those of ``compile=True``.
         quick: whether the short form was asked for.
         interrupted: whether Ctrl-C cut it short.
         seconds: what the examination took.
@@ -83,6 +84,7 @@ class Diagnosis:
     outcomes: list[Outcome] = field(default_factory=list)
     recommendation: Recommendation | None = None
     check: Check | None = None
+    compiled: bool = False
     quick: bool = False
     interrupted: bool = False
     seconds: float = 0.0
@@ -136,7 +138,8 @@ def _machine_lines(d: Diagnosis) -> list[str]:
 
 def _pass_lines(d: Diagnosis) -> list[str]:
     assert d.cost is not None
-    lines = [f"One pass of the model, over one position, with {d.cost.context} tokens before it"]
+    kind = "compiled pass" if d.compiled else "pass"
+    lines = [f"One {kind} of the model, over one position, with {d.cost.context} tokens before it"]
     if d.roofline is not None:
         r, ms = d.roofline, d.cost(1)
         lines += [
@@ -269,6 +272,7 @@ def _as_dict(d: Diagnosis) -> dict[str, Any]:
         "outcomes": [_outcome_dict(o) for o in d.outcomes],
         "recommendation": None if d.recommendation is None else _recommendation_dict(d.recommendation),
         "check": None if d.check is None else asdict(d.check),
+        "compiled": d.compiled,
         "quick": d.quick,
         "interrupted": d.interrupted,
         "seconds": d.seconds,

@@ -28,7 +28,8 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specnb import advice, checks, cli
 from specnb.advice import Candidate, Recommendation
-from specnb.cache import context_size
+from specnb.cache import RaggedCache, context_size
+from specnb.compiled import Twin, compiled_width, twin_for
 from specnb.decoding import generate
 from specnb.diagnosis import TOO_BUSY, Check, Diagnosis, LoopCost, doubt_about
 from specnb.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
@@ -93,6 +94,7 @@ def diagnose(
     drafters: Mapping[str, Drafter] | None = None,
     prompts: Sequence[Prompt] | None = None,
     quick: bool = False,
+    compile: bool = False,
     name: str | None = None,
     progress: bool = True,
 ) -> Diagnosis:
@@ -105,6 +107,8 @@ def diagnose(
             with every k up to its ``num_draft_tokens``.
         prompts: questions to try them on; None means some of each kind from the suite (`specnb.load_prompts`).
         quick: fewer repetitions, prompts and tokens, and no check run: on the default model some 20 s instead of 60.
+        compile: examine the passes that ``compile=True`` runs, as `generate` has it; they cost less, and other numbers
+            of drafted tokens may be best. Where there can be none, a warning says why.
         name: of the model, in the report; None takes the one it was loaded by.
         progress: show how far it is.
 
@@ -121,10 +125,12 @@ def diagnose(
     title = name or Path(model.config.name_or_path or type(model).__name__).name
     found = Diagnosis(title, str(model.dtype).removeprefix("torch."), describe_machine(model.device), quick=quick)
     plan = QUICK if quick else FULL
+    twin = twin_for(model, compiled_width(max(plan.draft_lengths))) if compile else None
+    found.compiled = twin is not None
     tried = {"prompt lookup": PromptLookup(max(plan.draft_lengths))} if drafters is None else dict(drafters)
     asked = _prompts_that_fit(model, tokenizer, prompts, plan)
     try:
-        _examine(found, model, tokenizer, tried, asked, plan, progress)
+        _examine(found, Subject(model, twin), tokenizer, tried, asked, plan, progress)
     except KeyboardInterrupt:
         found.interrupted = True
     found.seconds = time.perf_counter() - started
@@ -132,10 +138,11 @@ def diagnose(
 
 
 def _examine(
-    found: Diagnosis, model: PreTrainedModel, tokenizer: Any, drafters: Mapping[str, Drafter],
+    found: Diagnosis, subject: Subject, tokenizer: Any, drafters: Mapping[str, Drafter],
     asked: list[tuple[str, list[int]]], plan: Plan, progress: bool,
 ) -> None:  # fmt: skip
     """Fill in the diagnosis, one measurement after the other; what is done stays if the next one is cut short."""
+    model = subject.model
     stages = {"Memory and arithmetic": 3.0, "Cost of a pass": plan.cost_seconds, "Cost of the loop": 3.0,
               "Answers": plan.answers_seconds, "Drafters": 2.0, "Check": 3.0 * plan.checked}  # fmt: skip
     with _Course(progress, {label: seconds for label, seconds in stages.items() if seconds}) as course:
@@ -143,10 +150,10 @@ def _examine(
         with course.stage("Memory and arithmetic"):
             _probe(found, model, plan)
         with course.stage("Cost of a pass") as tell:
-            found.cost = _pass_cost(model, asked, plan, tell)
+            found.cost = _pass_cost(subject, asked, plan, tell)
         with course.stage("Cost of the loop"):
             _probe_again(found, model, plan)
-            found.loop = _loop_cost(model, asked[0][1], plan)
+            found.loop = _loop_cost(subject, asked[0][1], plan)
         with course.stage("Answers") as tell:
             seconds = min(plan.answers_seconds, (until - time.perf_counter()) / 2)
             written = _answers(model, asked, _affordable(found, asked, plan.new_tokens, seconds), tell)
@@ -154,7 +161,25 @@ def _examine(
             _try_drafters(found, model, tokenizer, drafters, written, plan)
         if plan.checked:
             with course.stage("Check") as tell:
-                _check(found, model, drafters, written, plan.checked, until, tell)
+                _check(found, subject, drafters, written, plan.checked, until, tell)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is examined: a model, and its compiled twin if the passes are to go through one."""
+
+    model: PreTrainedModel
+    twin: Twin | None = None
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """What the passes go through."""
+        return self.model if self.twin is None else self.twin.network
+
+    def target_pass(self, cache: RaggedCache, tokens: Tensor) -> Tensor:
+        """A compiled pass over one row's tokens [1, T]."""
+        assert self.twin is not None
+        return self.twin.target_pass(cache, tokens, [0])
 
 
 class _Course:
@@ -214,14 +239,15 @@ def _probe_again(found: Diagnosis, model: PreTrainedModel, plan: Plan) -> None:
 
 
 def _pass_cost(
-    model: PreTrainedModel, asked: Sequence[tuple[str, list[int]]], plan: Plan, tell: Callable[[float], None]
+    subject: Subject, asked: Sequence[tuple[str, list[int]]], plan: Plan, tell: Callable[[float], None]
 ) -> PassCost:
     """v(T) in the middle of a typical answer."""
     context = int(median(len(ids) for _, ids in asked)) + plan.new_tokens // 2
-    context = min(context, context_size(model.config) - max(plan.positions))
+    context = min(context, context_size(subject.model.config) - max(plan.positions))
     return forward_cost(
-        model, plan.positions, context=context, repeats=plan.repeats, max_seconds=plan.cost_seconds, progress=tell
-    )
+        subject.model, plan.positions, context=context, repeats=plan.repeats, max_seconds=plan.cost_seconds,
+        run=None if subject.twin is None else subject.target_pass, progress=tell,
+    )  # fmt: skip
 
 
 class _PassClock:
@@ -258,11 +284,12 @@ class _Decoded:
     ms: float
 
 
-def _decoded(model: PreTrainedModel, prompt: list[int], new: int, drafter: Drafter | None = None) -> _Decoded:
-    ids = torch.tensor([prompt], device=model.device)
-    with _PassClock(model) as clock:
+def _decoded(subject: Subject, prompt: list[int], new: int, drafter: Drafter | None = None) -> _Decoded:
+    ids = torch.tensor([prompt], device=subject.model.device)
+    compile = subject.twin is not None
+    with _PassClock(subject.network) as clock:
         started = time.perf_counter()
-        out = generate(model, ids, drafter, max_new_tokens=new, do_sample=False)
+        out = generate(subject.model, ids, drafter, compile=compile, max_new_tokens=new, do_sample=False)
         ended = time.perf_counter()
     assert out.stats is not None
     passes = int(out.stats.target_passes)
@@ -276,8 +303,8 @@ def _decoded(model: PreTrainedModel, prompt: list[int], new: int, drafter: Draft
     )
 
 
-def _loop_cost(model: PreTrainedModel, prompt: list[int], plan: Plan) -> LoopCost:
-    run = _decoded(model, prompt, max(plan.new_tokens // 2, 2))
+def _loop_cost(subject: Subject, prompt: list[int], plan: Plan) -> LoopCost:
+    run = _decoded(subject, prompt, max(plan.new_tokens // 2, 2))
     between = median(run.between_ms) if run.between_ms else 0.0
     return LoopCost(between, between / (between + median(run.passes_ms)))
 
@@ -370,6 +397,8 @@ def _try_drafters(
         found.recommendation = advice.recommend(found.outcomes, found.cost)  # of those tried so far
         if (doubt := doubt_about(found.cost)) > TOO_BUSY:
             found.recommendation = advice.undecided(found.recommendation, doubt)
+        if found.compiled:
+            found.recommendation = advice.compiled(found.recommendation)
 
 
 def _lengths(drafter: Drafter, lengths: Sequence[int]) -> list[int]:
@@ -393,7 +422,7 @@ def _code_of(drafter: Drafter) -> tuple[str, str]:
 
 
 def _check(
-    found: Diagnosis, model: PreTrainedModel, drafters: Mapping[str, Drafter], written: Sequence[Written], wanted: int,
+    found: Diagnosis, subject: Subject, drafters: Mapping[str, Drafter], written: Sequence[Written], wanted: int,
     until: float, tell: Callable[[float], None],
 ) -> None:  # fmt: skip
     """Run the recommendation beside plain decoding; if it is slower there, it is none."""
@@ -403,7 +432,7 @@ def _check(
         return
     o = advised.outcome
     places = _meant(advised, written, wanted)
-    runs = _pairs(model, [written[i] for i in places], _with_k(drafters[o.candidate.title], o.k), until, tell)
+    runs = _pairs(subject, [written[i] for i in places], _with_k(drafters[o.candidate.title], o.k), until, tell)
     chosen = replace(o.candidate, replays=tuple(o.candidate.replays[i] for i in places[: len(runs)]))
     found.check = Check(
         prompts=len(runs),
@@ -412,7 +441,8 @@ def _check(
         same_text=sum(plain.text == drafted.text for plain, drafted in runs),
     )
     if found.check.measured < 1:
-        found.recommendation = advice.withdraw(advised, found.check.measured)
+        withdrawn = advice.withdraw(advised, found.check.measured)
+        found.recommendation = advice.compiled(withdrawn) if found.compiled else withdrawn
 
 
 def _meant(advised: Recommendation, written: Sequence[Written], wanted: int) -> list[int]:
@@ -423,13 +453,13 @@ def _meant(advised: Recommendation, written: Sequence[Written], wanted: int) -> 
 
 
 def _pairs(
-    model: PreTrainedModel, answers: Sequence[Written], drafter: Drafter, until: float, tell: Callable[[float], None]
+    subject: Subject, answers: Sequence[Written], drafter: Drafter, until: float, tell: Callable[[float], None]
 ) -> list[tuple[_Decoded, _Decoded]]:
     """Plain and drafted in turn, for each answer; at least one, and no more than there is time for."""
     runs: list[tuple[_Decoded, _Decoded]] = []
     for answer in answers:
         started, new = time.perf_counter(), len(answer.text)
-        runs.append((_decoded(model, answer.prompt, new), _decoded(model, answer.prompt, new, drafter)))
+        runs.append((_decoded(subject, answer.prompt, new), _decoded(subject, answer.prompt, new, drafter)))
         tell(len(runs) / len(answers))
         now = time.perf_counter()
         if now + (now - started) > until:
@@ -464,6 +494,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="where to run it; default: a GPU if there is one, otherwise the CPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and prompts, and no check run")
+    parser.add_argument("--compile", action="store_true", help="examine the passes that compile=True runs")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON instead of a report")
 
 
@@ -481,7 +512,7 @@ def run(arguments: argparse.Namespace) -> int:
         draft, draft_tokenizer = models.load_model(arguments.draft, **place)
         drafters[f"the draft model {Path(arguments.draft).name}"] = DraftModel(draft, tokenizer=draft_tokenizer)
     name = fetch.NAME if arguments.model is None else Path(arguments.model).name
-    found = diagnose(model, tokenizer, drafters=drafters, quick=arguments.quick, name=name)
+    found = diagnose(model, tokenizer, drafters=drafters, quick=arguments.quick, compile=arguments.compile, name=name)
     print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if arguments.json else found)
     if found.interrupted:
         print(f"specnb: stopped after {duration(found.seconds)}; above is what was measured by then.", file=sys.stderr)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import specnb
 from specnb import advice, cli, doctor
 from specnb.advice import Candidate
+from specnb.compiled import twin_for
 from specnb.diagnosis import Diagnosis, LoopCost
 from specnb.doctor import Plan, diagnose
 from specnb.machine import describe_machine
@@ -150,6 +151,18 @@ def test_a_whole_examination(llama, tokenizer, prompts, fast, capsys):
     assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())
 
 
+def test_compiled_passes_are_examined_the_same_way(llama, tokenizer, prompts, fast):
+    found = diagnose(llama, tokenizer, prompts=prompts, compile=True, progress=False)
+    assert found.compiled and found.as_dict()["compiled"]
+    assert "One compiled pass of the model" in str(found)
+    assert "compile=True" in found.recommendation.code
+    assert found.cost.positions == PLAN.positions and found.loop.ms > 0
+    subject = doctor.Subject(llama, twin_for(llama, 4))
+    run = doctor._decoded(subject, list(range(1, 10)), 8, specnb.PromptLookup(3))
+    out = specnb.generate(llama, torch.arange(1, 10)[None], specnb.PromptLookup(3), compile=True, max_new_tokens=8)
+    assert run.text == out.sequences[0, 9:].tolist() and len(run.passes_ms) == out.stats.target_passes.item()
+
+
 def test_the_check_runs_what_is_recommended(llama, tokenizer, prompts, passes, monkeypatch):
     passes(MEMORY_BOUND)
     used = []
@@ -228,7 +241,7 @@ def test_plain_data_is_json(llama, tokenizer, prompts, passes):
 
 @pytest.mark.parametrize("length", [1, 9])
 def test_passes_of_the_decoding_phase_are_told_from_prefill(llama, length):
-    run = doctor._decoded(llama, list(range(1, length + 1)), 10, specnb.PromptLookup(2))
+    run = doctor._decoded(doctor.Subject(llama), list(range(1, length + 1)), 10, specnb.PromptLookup(2))
     out = generated(llama, torch.arange(1, length + 1)[None], specnb.PromptLookup(2), 10)
     assert run.text == out.sequences[0, length:].tolist()
     assert len(run.passes_ms) == out.stats.target_passes.item() == len(run.between_ms) + 1
@@ -238,7 +251,7 @@ def test_passes_of_the_decoding_phase_are_told_from_prefill(llama, length):
 def test_hooks_are_gone_after_an_error(llama, monkeypatch):
     monkeypatch.setattr(doctor, "generate", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        doctor._decoded(llama, [1, 2], 4)
+        doctor._decoded(doctor.Subject(llama), [1, 2], 4)
     assert not llama._forward_hooks and not llama._forward_pre_hooks
 
 
