@@ -23,6 +23,12 @@ FEW = torch.arange(1, VOCAB - 1)  # a head that lacks the first and the last tok
 
 
 @functools.cache
+def trained() -> training.Distilled:
+    """One draft for the tests that need some draft."""
+    return distilled()
+
+
+@functools.cache
 def lessons(family: str = "llama", count: int = 60) -> list[teaching.Lesson]:
     prompts = [prompt(8, seed=i)[0].tolist() for i in range(count)]
     return list(teaching.lessons(tiny_model(family), prompts, top=8, max_new_tokens=NEW, progress=False))
@@ -169,7 +175,7 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("at", [1, 4, 7], ids="step {}".format)
 def test_a_run_that_was_broken_off_goes_on_bit_for_bit(tmp_path, at, monkeypatch):
-    whole = distilled()
+    whole = trained()
 
     def breaking(self):
         if self.step == at:
@@ -235,7 +241,7 @@ def test_bad_training_is_refused(changes, error, message):
 
 def test_what_agreement_predicts_is_what_decoding_does(llama):
     """α and tokens per pass from one look at known answers, against decoding with the draft."""
-    found = distilled()
+    found = trained()
     few = found.held_out[:4]
     hits = training.agreement(found.draft, few)
     for k in (1, 4):
@@ -318,6 +324,31 @@ def test_a_hint_that_is_not_there_changes_nothing(llama):
     embedding = small_model(llama, [0], FEW).get_input_embeddings()
     assert torch.equal(embedding(prompt()), llama.get_input_embeddings()(prompt()))
     assert not torch.equal(embedding(torch.tensor([[hints.encoded(3, 5, 1)]])), embedding(torch.tensor([[3]])))
+
+
+def test_in_a_batcher_each_text_has_its_own_hints(llama):
+    """Five texts in two slots: each drafts and accepts exactly as alone."""
+    drafter, drafter_alone = (specnb.DraftModel(trained().draft, 3) for _ in range(2))
+    ids = [prompt(6 + 3 * i, seed=i) for i in range(5)]
+    batcher = specnb.Batcher(llama, drafter, max_batch=2, max_new_tokens=NEW)
+    jobs = [batcher.submit(x) for x in ids]
+    for x, job in zip(ids, jobs):
+        alone = specnb.generate(llama, x, drafter_alone, max_new_tokens=NEW)
+        assert job.result().tokens == alone.sequences[0, x.shape[1] :].tolist()
+        counts = [(int(stats.drafted), int(stats.accepted)) for stats in (job.stats, alone.stats)]
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+def test_where_the_target_is_compiled_the_draft_is_too(llama):
+    drafter = specnb.DraftModel(trained().draft)
+    options = dict(max_new_tokens=NEW, pass_width=8, seed=1)
+    for rows in (1, 3):
+        plainly = specnb.generate(llama, prompt(batch=rows), drafter, **options)
+        out = specnb.generate(llama, prompt(batch=rows), drafter, compile=True, **options)
+        assert torch.equal(out.sequences, plainly.sequences)
+        assert drafter._twin is not None and drafter._twin.widths == {4}  # a position a row
+        assert torch.equal(out.stats.accepted, plainly.stats.accepted)
 
 
 def test_tokens_outside_the_head_are_never_drafted(llama):
@@ -434,6 +465,14 @@ def test_the_shipped_draft_is_small_and_told_about():
     assert history[-1]["alpha"] > history[0]["alpha"]
     groups = json.loads((shipped() / "evaluation.json").read_text())["groups"]
     assert list(groups) == list(specnb.workloads.GROUPS)
+
+
+def test_the_card_says_what_was_measured():
+    """The table of the card, line by line, against evaluation.json."""
+    told = json.loads((shipped() / "evaluation.json").read_text())
+    card = (shipped() / "README.md").read_text()
+    for name, group in {**told["groups"], "all": told["all"]}.items():
+        assert f"| {name} | {group['alpha']:.2f} | {group['tokens_per_pass']:.2f} |" in card
 
 
 @pytest.mark.real_model

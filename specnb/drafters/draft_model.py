@@ -171,24 +171,22 @@ class DraftModel(StepwiseDrafter):
     def _pass(self, wanted: Tensor, tokens: Tensor, counts: Tensor | None = None) -> Tensor:
         """Feed the wanted rows' tokens [B, T], or only the first ``counts[b]``; logits [B, V] after the last."""
         chosen = wanted.nonzero().flatten().tolist()
-        counts = torch.full((len(wanted),), tokens.shape[1]) if counts is None else counts
-        logits = self._through(chosen, tokens[chosen], counts)
-        last = (counts[chosen] - 1).to(logits.device)
-        newest = logits[torch.arange(len(chosen), device=logits.device), last]
-        return for_all_rows(newest, chosen, len(wanted))
-
-    def _through(self, chosen: list[int], tokens: Tensor, counts: Tensor) -> Tensor:
-        """The network's pass over tokens [R, T] of these rows, of which ``counts[b]`` stay in the cache."""
-        compiled = self._twin is not None and tokens.shape[1] <= STEP
-        if compiled:  # one size is compiled; what a row has too much is filler
-            tokens = torch.nn.functional.pad(tokens, (0, STEP - tokens.shape[1]))
+        lengths = [tokens.shape[1]] * len(chosen) if counts is None else counts[chosen].tolist()
         self.cache.reserve(max(self.cache.lengths[chosen].tolist()) + tokens.shape[1])
-        if compiled:
-            assert self._twin is not None
-            logits = self._twin.target_pass(self.cache, tokens, chosen)
-        else:
-            logits = target_pass(self._network, self.cache, tokens, rows=chosen)
-        spare = torch.zeros_like(self.cache.lengths)
-        spare[chosen] = tokens.shape[1] - counts[chosen]
-        self.cache.rollback(spare)
-        return logits
+        through = self._plain_pass if self._twin is None or max(lengths) > STEP else self._compiled_pass
+        return for_all_rows(through(tokens[chosen], chosen, lengths), chosen, len(wanted))
+
+    def _compiled_pass(self, tokens: Tensor, chosen: list[int], lengths: list[int]) -> Tensor:
+        """The pass side by side, without filler; logits [R, V] after each row's last token."""
+        assert self._twin is not None
+        logits = self._twin.packed_pass(self.cache, tokens, chosen, lengths, STEP)
+        return logits[torch.tensor(lengths).cumsum(0) - 1]
+
+    def _plain_pass(self, tokens: Tensor, chosen: list[int], lengths: list[int]) -> Tensor:
+        """The same with rows filled up to one length; the filler is rolled back."""
+        logits = target_pass(self._network, self.cache, tokens, rows=chosen)
+        filler = torch.zeros_like(self.cache.lengths)
+        filler[chosen] = tokens.shape[1] - torch.tensor(lengths)
+        self.cache.rollback(filler)
+        last = torch.tensor(lengths, device=logits.device) - 1
+        return logits[torch.arange(len(chosen), device=logits.device), last]
