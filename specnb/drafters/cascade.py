@@ -215,7 +215,7 @@ class _Row:
     """
 
     FADE = 0.985  # what an outcome still counts after one more
-    FIRST_WAIT, LONGEST_WAIT = 4, 64  # rounds
+    FIRST_WAIT, LONGEST_WAIT = 8, 64  # rounds
 
     def __init__(self) -> None:
         self.pace = Pace()
