@@ -1,7 +1,7 @@
 # make lab          install, fetch the model, open JupyterLab on notebooks/
 # make test         everything that must hold: lint, types, tests, notebooks, browser
 # make test-quick   the tests without the real model, statistics, notebooks and browser
-# make test-oldest  the quick tests with the oldest transformers that specnb supports
+# make test-oldest  those quick tests that touch transformers, with the oldest release that specnb supports
 # make notebooks    run the series headless in full mode and store the outputs
 # make clean        remove the environments and every cache in this folder (the fetched model stays)
 #
@@ -20,6 +20,11 @@ MODEL     := .venv/.model
 OLDEST    := transformers==5.17.0
 PYTEST    := -m pytest -n $(WORKERS)
 QUICK     := -m "not real_model and not slow and not statistical and not notebook and not browser"
+# all but the tests of what never sees a model of transformers, or sees it through what the others test
+UNRELATED := adaptive advice benchmark bugs cascade cli doctor exercises% kernels machine notebooks packaging peers plots \
+             profiling progress prompt_lookup replay setup stats theory trees verification vocabularies widgets workers \
+             workloads
+TOUCHING  := $(filter-out $(UNRELATED:%=tests/test_%.py), $(wildcard tests/test_*.py))
 SETUP      = PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/setup.sh
 
 .PHONY: lab test test-quick test-oldest notebooks clean again
@@ -57,7 +62,7 @@ test-quick: $(INSTALLED)
 	$(PY) $(PYTEST) $(QUICK)
 
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python $(PYTEST) $(QUICK)
+	.venv-oldest/bin/python $(PYTEST) $(QUICK) $(TOUCHING)
 
 notebooks: $(MODEL)
 	$(PY) tests/run_notebooks.py

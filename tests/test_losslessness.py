@@ -248,7 +248,6 @@ def control_pair():
 ASSISTED = {
     "draft model": lambda: {"assistant_model": control_pair()[1]},
     "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
-    "early exit": lambda: {"assistant_early_exit": 1},
 }
 
 
@@ -256,21 +255,21 @@ ASSISTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("assistant", ASSISTED)
 def test_transformers_own_assisted_generation_follows_its_target(assistant):
-    """5,000 draws at 1e-6, power 0.99 against a law with w² = 0.025; the law at another temperature must fail.
+    """2,500 draws at 1e-6, power 0.99 against a law with w² = 0.05; the law at another temperature must fail.
 
-    Found: all three pass.
+    Found: both pass.
     """
     model, options = control_pair()[0], {"do_sample": True, "top_k": 0, "max_new_tokens": 2}
 
     torch.manual_seed(0)
     mask = torch.ones_like(PROMPT)
-    runs = (model.generate(PROMPT, attention_mask=mask, **options, **ASSISTED[assistant]()) for _ in range(5000))
+    runs = (model.generate(PROMPT, attention_mask=mask, **options, **ASSISTED[assistant]()) for _ in range(2500))
     draws = torch.cat([tokens[:, PROMPT.shape[1] :] for tokens in runs])
     right, colder = (exact_law(model, PROMPT, 2, temperature=t, **options) for t in (1.0, 0.8))
-    result = specnb.audit(lambda n, seed: draws, right, n=5000, alternative=0.025)
+    result = specnb.audit(lambda n, seed: draws, right, n=2500, alternative=0.05)
     assert result.passed, result
     assert result.power >= 0.99
-    assert not specnb.audit(lambda n, seed: draws, colder, n=5000).passed
+    assert not specnb.audit(lambda n, seed: draws, colder, n=2500).passed
 
 
 # --- the real model: the next token at ten contexts ---
