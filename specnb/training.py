@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import compat
+from specnb.drafters.hints import decoded
 from specnb.drafters.small_model import own_parameters, save_small_model, small_model
 from specnb.progress import Progress
 from specnb.teaching import Lesson, Silent
@@ -253,6 +254,12 @@ class Batch:
     ids: Tensor
     logp: Tensor
 
+    @property
+    def hints(self) -> Tensor:
+        """The hints at the places, LongTensor [N]; −1 where there is none."""
+        _, hints, sizes = decoded(self.tokens[self.places])
+        return hints.where(sizes > 0, -1)
+
     @classmethod
     def of(cls, lessons: Sequence[Lesson]) -> Batch:
         width = max(len(lesson.tokens) for lesson in lessons) - 1  # the last token is only predicted
@@ -334,7 +341,10 @@ class Trainer:
 
     def compare(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = answer_logits(self.draft, batch)
-        return lump(logits, self.column[batch.ids].to(logits.device), batch.logp.to(logits.device))
+        columns = self.column[batch.ids]
+        new = columns == logits.shape[-1]  # without a row of its own: drafted only where it is hinted
+        columns = columns.where(~(new & (batch.ids == batch.hints[:, None])), logits.shape[-1] - 1)
+        return lump(logits, columns.to(logits.device), batch.logp.to(logits.device))
 
     def next_group(self) -> list[int]:
         epoch, place = divmod(self.step, self.each)
@@ -409,15 +419,15 @@ def schedule(step: int, steps: int) -> float:
 
 
 def columns_of(draft: PreTrainedModel) -> Tensor:
-    """LongTensor [V]: a token's column in the draft's head; V' for tokens it does not have."""
+    """LongTensor [V]: a token's column in the draft's head; V' + 1 for tokens it does not have (V' is the hint's)."""
     head: Any = draft.get_output_embeddings()
-    column = torch.full((head.vocab_size,), len(head.ids))
+    column = torch.full((head.vocab_size,), len(head.ids) + 1)
     column[head.ids.cpu()] = torch.arange(len(head.ids))
     return column
 
 
 def answer_logits(draft: PreTrainedModel, batch: Batch) -> Tensor:
-    """The draft's logits [N, V'] at the places of a batch."""
+    """The draft's logits [N, V' + 1] at the places of a batch; the last column is the hint's."""
     head: Any = draft.get_output_embeddings()
     head.places = batch.places.to(draft.device)
     try:
@@ -437,7 +447,9 @@ def agreement(draft: PreTrainedModel, lessons: Sequence[Lesson]) -> list[Tensor]
     order = sorted(range(len(lessons)), key=lambda i: len(lessons[i].tokens))
     for some in (order[i : i + 16] for i in range(0, len(order), 16)):
         batch = Batch.of([lessons[i] for i in some])
-        right = head.ids[answer_logits(draft, batch).argmax(-1)].cpu() == batch.ids[:, 0]
+        columns = answer_logits(draft, batch).argmax(-1).cpu()
+        tokens = torch.cat([head.ids.cpu(), head.ids.new_zeros(1).cpu()])[columns]
+        right = tokens.where(columns < len(head.ids), batch.hints) == batch.ids[:, 0]
         hits |= dict(zip(some, right.split([len(lessons[i].ids) for i in some])))
     return [hits[i] for i in range(len(lessons))]
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specnb
-from specnb import curriculum, teaching, training
+from specnb import curriculum, recipe, teaching, training
 from specnb.drafters import hints
 from specnb.drafters.small_model import load_small_model, own_parameters, save_small_model, small_model
 from specnb.resources import data_path
@@ -351,9 +351,36 @@ def test_where_the_target_is_compiled_the_draft_is_too(llama):
         assert torch.equal(out.stats.accepted, plainly.stats.accepted)
 
 
-def test_tokens_outside_the_head_are_never_drafted(llama):
-    logits = fresh_logits(small_model(llama, [0], FEW), prompt())
-    assert torch.isinf(logits[..., [0, VOCAB - 1]]).all() and torch.isfinite(logits[..., FEW]).all()
+@pytest.mark.parametrize("family", ["llama", "phi"])  # without and with a bias
+def test_the_head_scores_its_own_tokens_and_the_hinted_one(family):
+    """Against a head for all tokens: the same scores where there are any."""
+    target = tiny_model(family)
+    whole, short = small_model(target, [0], torch.arange(VOCAB)), small_model(target, [0], FEW)
+    codes = hints.hinted(torch.tensor([0, 5, 0, 7, 0, 60, 3, 0, 60, 0, 9, 9]))[None]
+    expected, logits = fresh_logits(whole, codes), fresh_logits(short, codes)
+    _, hint, size = hints.decoded(codes)
+    told = torch.zeros(1, 12, VOCAB, dtype=torch.bool).scatter(2, hint[..., None], (size > 0)[..., None])
+    told[..., FEW] = True
+    torch.testing.assert_close(logits[told], expected[told])
+    assert torch.isneginf(logits[~told]).all() and 0 < int(told[..., [0, 60]].sum()) < 24
+    batch = short.get_output_embeddings()
+    batch.places = torch.tensor([[True, False] * 6])
+    narrow = short(codes).logits
+    torch.testing.assert_close(narrow[:, :-1], logits[0, ::2][:, FEW])
+    outside = ((hint == 0) | (hint == 60)) & (size > 0)
+    assert torch.equal(narrow[:, -1].isfinite(), outside[0, ::2])
+
+
+def test_targets_whose_tokens_are_not_in_the_head_can_be_learnt(llama):
+    """A favourite without a row of its own counts where it is hinted, and as "any other token" elsewhere."""
+    rows = torch.arange(20)
+    settings = dict(epochs=1, batch_tokens=99, learning_rate=1.0, seed=0)
+    trainer = training.Trainer(small_model(llama, [0], rows), lessons(), [], settings, None, 9, 9, None)
+    batch = training.Batch.of(lessons())
+    p, _ = trainer.compare(batch)
+    has_row, hinted = torch.isin(batch.ids, rows), batch.ids == batch.hints[:, None]
+    torch.testing.assert_close(p[:, :-1], batch.logp.exp() * (has_row | hinted))
+    assert bool((hinted & ~has_row).any()) and not bool((hinted | has_row).all())
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [VOCAB], [[1, 2]]], ids=str)
@@ -459,10 +486,13 @@ def shipped():
 
 def test_the_shipped_draft_is_small_and_told_about():
     files = {path.name for path in shipped().iterdir()}
-    assert {"draft.json", "draft.safetensors", "training.json", "evaluation.json", "README.md"} <= files
+    data = {"draft.json", "draft.safetensors", "training.json", "evaluation.json", "held_out.jsonl"}
+    assert files == data | {"README.md"}
     assert sum(path.stat().st_size for path in shipped().iterdir()) <= 20e6
     history = json.loads((shipped() / "training.json").read_text())["history"]
     assert history[-1]["alpha"] > history[0]["alpha"]
+    held_out = [json.loads(line) for line in (shipped() / "held_out.jsonl").read_text().splitlines()]
+    assert [(q["category"], *q["turns"]) for q in held_out] == recipe.questions_of(0)[: recipe.HELD_OUT]
     groups = json.loads((shipped() / "evaluation.json").read_text())["groups"]
     assert list(groups) == list(specnb.workloads.GROUPS)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class HintedEmbedding(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Encoded tokens [B, T] (or plain ones, which have no hint) → vectors [B, T, H]."""
         tokens, hints, sizes = decoded(codes)
+        _heard.hints = torch.where(sizes > 0, hints, -1)
         own, told = self._look_up(tokens), self._look_up(hints)
         return own + (self.hint(told) + self.length(sizes)) * (sizes > 0)[..., None]
 
@@ -86,43 +88,75 @@ def _rotation(size: int) -> Tensor:
 
 
 class ShortHead(nn.Module):
-    """Output head for some of the tokens; the others get the logit −∞, so that q is 0 there.
+    """Output head for some of the tokens, and for the one that is hinted; the others get the logit −∞: q is 0 there.
 
-    Its rows are fixed. Before them comes a square matrix of the draft's own: what a few layers make of a text does not
-    point where the target's last layer does. At first it passes everything on, and turns hints back into tokens.
+    Its rows are the target's and fixed. Before them comes a square matrix of the draft's own: what a few layers make of
+    a text does not point where the target's last layer does. At first it passes everything on, and turns hints back
+    into tokens.
 
     Args:
-        weight: [V', H]; bias: [V'] or None.
+        head: the target's, with ``weight`` [V, H] and perhaps ``bias`` [V].
         ids: LongTensor [V'], the tokens of the rows.
-        vocab_size: V.
 
     Attributes:
-        places: while training, a mask [B, T] of the places whose logits [N, V'] are wanted, and no −∞ then.
+        places: while training, a mask [B, T] of the places whose logits [N, V' + 1] are wanted. The last column is the
+            hint's, if it has no row among the others; else −∞.
     """
 
     ids: Tensor
+    has_row: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ids: Tensor, vocab_size: int) -> None:
+    def __init__(self, head: nn.Module, ids: Tensor) -> None:
         super().__init__()
-        self.bridge = nn.Linear(weight.shape[1], weight.shape[1], bias=False, device=weight.device)
-        size = weight.shape[1]
+        whole: Any = head
+        self.__dict__["head"] = head  # looked at, but no part of this module
+        weight, bias = whole.weight.detach(), getattr(whole, "bias", None)
+        self.vocab_size, size = weight.shape
+        ids = ids.to(weight.device)
+        self.bridge = nn.Linear(size, size, bias=False, device=weight.device)
         self.bridge.weight = nn.Parameter((torch.eye(size) + _rotation(size).T).to(weight))
-        self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device=weight.device)
-        self.linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        self.linear = nn.Linear(size, len(ids), bias=bias is not None, device=weight.device)
+        self.linear.weight = nn.Parameter(weight[ids].clone(), requires_grad=False)
         if bias is not None:
-            self.linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
-        self.register_buffer("ids", ids.to(weight.device), persistent=False)
-        self.vocab_size = vocab_size
+            self.linear.bias = nn.Parameter(bias.detach()[ids].clone(), requires_grad=False)
+        self.register_buffer("ids", ids, persistent=False)
+        self.register_buffer("has_row", torch.zeros(self.vocab_size + 1, dtype=torch.bool), persistent=False)
+        self.has_row[ids] = self.has_row[-1] = True  # −1 stands for "no hint"
         self.places: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShortHead:
+        """A copy looks at the same head of the target, and shares what the memo says is shared."""
+        twin = ShortHead.__new__(ShortHead)
+        memo |= {id(self): twin, id(self.head): self.head}
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, T, H] → logits [B, T, V]."""
+        hints = _heard.hints[:, -hidden.shape[1] :]
         if self.places is not None:
-            return self.linear(self.bridge(hidden[self.places]))
-        some = self.linear(self.bridge(hidden))
-        logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
-        logits[..., self.ids] = some
-        return logits
+            hidden, hints = self.bridge(hidden[self.places]), hints[self.places]
+            return torch.cat([self.linear(hidden), self._of_hints(hidden, hints)], dim=-1)
+        hidden = self.bridge(hidden)
+        logits = hidden.new_full((*hidden.shape[:-1], self.vocab_size + 1), float("-inf"))
+        logits[..., self.ids] = self.linear(hidden)
+        places = torch.where(self.has_row[hints], self.vocab_size, hints)[..., None]
+        return logits.scatter(-1, places, self._of_hints(hidden, hints))[..., : self.vocab_size]
+
+    def _of_hints(self, hidden: Tensor, hints: Tensor) -> Tensor:
+        """The logits [..., 1] of hinted tokens that have no row; −∞ for the others."""
+        head: Any = self.head
+        own = self.has_row[hints]
+        if bool(own.all()):
+            return hidden.new_full((*hints.shape, 1), float("-inf"))
+        tokens = hints.clamp(min=0)
+        logits = (hidden * head.weight.detach()[tokens].to(hidden)).sum(-1)
+        if getattr(head, "bias", None) is not None:
+            logits = logits + head.bias.detach()[tokens].to(hidden)
+        return logits.masked_fill(own, float("-inf"))[..., None]
+
+
+_heard = threading.local()  # the hints of the pass under way in this thread: an embedding hears, a head speaks
 
 
 def small_model(
@@ -131,7 +165,7 @@ def small_model(
     """A model of the target's family with copies of some of its layers, and a head for some of its tokens.
 
     Args:
-        target: a causal LM; it is not modified, and its embedding is shared.
+        target: a causal LM; it is not modified, and its embedding and head are looked at.
         layers: which of its layers, in order; one may be named twice.
         ids: LongTensor [V'], different token ids.
         dtype: of the layers and the head; default: the target's.
@@ -152,14 +186,11 @@ def small_model(
     draft = copy.deepcopy(target, shared)  # new modules around the target's tensors
     _keep_layers(draft, list(layers))
     _own(draft)
-    head: Any = target.get_output_embeddings()
-    rows = ids.to(head.weight.device)
-    bias = getattr(head, "bias", None)
-    short = ShortHead(head.weight[rows], None if bias is None else bias[rows], ids, head.weight.shape[0])
     embedding: Any = target.get_input_embeddings()
+    head: Any = target.get_output_embeddings()
     size = embedding.weight.shape[1]
     draft.set_input_embeddings(HintedEmbedding(embedding, size, target.dtype, head.weight.device))
-    draft.set_output_embeddings(short)
+    draft.set_output_embeddings(ShortHead(head, ids))
     draft.config.grown_from = list(layers)
     compat.text_config(draft.config).tie_word_embeddings = draft.config.tie_word_embeddings = False
     return draft.to(dtype or target.dtype).eval()
