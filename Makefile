@@ -3,6 +3,8 @@
 # make test-quick   the tests without the real model, statistics, notebooks and browser
 # make test-oldest  those quick tests that touch transformers, with the oldest release that specnb supports
 # make notebooks    run the series headless in full mode and store the outputs
+# make bench-batch  tokens per second by batch size, on a quiet machine (ARGS="--dtype bfloat16 --compile")
+# make gpu-check    what is promised and what it brings, on a CUDA GPU; says so where there is none
 # make clean        remove the environments and every cache in this folder (the fetched model stays)
 #
 # Variables: PYTHON=python3.12, LAB_FLAGS=--no-browser,
@@ -27,7 +29,7 @@ UNRELATED := adaptive advice benchmark bugs cascade cli doctor exercises% kernel
 TOUCHING  := $(filter-out $(UNRELATED:%=tests/test_%.py), $(wildcard tests/test_*.py))
 SETUP      = PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/setup.sh
 
-.PHONY: lab test test-quick test-oldest notebooks clean again
+.PHONY: lab test test-quick test-oldest notebooks bench-batch gpu-check clean again
 .DEFAULT_GOAL := lab
 
 # The stamp's lines are the folder and the torch index it was made for: a moved checkout and a newly chosen
@@ -66,6 +68,12 @@ test-oldest: .venv-oldest/.installed
 
 notebooks: $(MODEL)
 	$(PY) tests/run_notebooks.py
+
+bench-batch: $(MODEL)
+	$(PY) tests/bench_batch.py $(ARGS)
+
+gpu-check: $(MODEL)
+	$(PY) tests/gpu/check.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis test-results

@@ -347,9 +347,9 @@ class Run:
         rows = [b for b in self.rows.active if self.sampling[b]]
         q = None if draft.probs is None else draft.probs[rows]
         generators = None if self.generators is None else [self.generators[b] for b in rows]
-        verdict = judge_sample(
-            draft.tokens[rows], q, p.flat[p.where[rows]].float().softmax(dim=-1), lengths[rows], generators
-        )
+        law = p.flat[p.where[rows]].float().softmax(dim=-1)
+        counts = draft.lengths[rows].tolist()
+        verdict = judge_sample(draft.tokens[rows], q, law, lengths[rows], generators, counts)
         parts = (verdict.num_accepted, verdict.next_token, verdict.invalid)
         return Verdict(*[for_all_rows(part, rows, len(self.rows)) for part in parts])
 

@@ -125,15 +125,24 @@ def verify_sample(
 
 
 def judge_sample(
-    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, draft_lengths: Tensor, generator: Generators
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    draft_lengths: Tensor,
+    generator: Generators,
+    counts: Sequence[int] | None = None,
 ) -> Verdict:
-    """`verify_sample` without its checks, and so without waiting for the device: what the loop calls."""
+    """`verify_sample` without its checks, and so without waiting for the device: what the loop calls.
+
+    Args:
+        counts: the draft lengths once more, on the host, where there is one generator per row.
+    """
     p = _exact(target_probs)
     drafted = _in_use(p, draft_lengths - 1)[:, :-1]
     draft_tokens = draft_tokens.where(drafted, 0)  # whatever the padding of a shorter row says
     q = one_hot(draft_tokens, p) if draft_probs is None else draft_probs.to(p.dtype)
     p_of, q_of = (probs.gather(-1, draft_tokens[..., None]).squeeze(-1) for probs in (p[:, :-1], q))  # [B, K]
-    r = uniform(draft_tokens.shape, p, generator, draft_lengths)
+    r = uniform(draft_tokens.shape, p, generator, draft_lengths if counts is None else counts)
     # r < p/q, written without the division: p = 0 is rejected even at r = 0
     num_accepted = accepted_prefix(r * q_of < p_of, draft_lengths)
     rejected = num_accepted < draft_lengths
@@ -189,12 +198,15 @@ def at_place(probs: Tensor, place: Tensor) -> Tensor:
     return probs[torch.arange(len(place), device=place.device), place]
 
 
-def uniform(shape: Sequence[int], like: Tensor, generator: Generators, counts: Tensor | None = None) -> Tensor:
+def uniform(
+    shape: Sequence[int], like: Tensor, generator: Generators, counts: Tensor | Sequence[int] | None = None
+) -> Tensor:
     """Random numbers in [0, 1), [B, K]; with one generator per row, row b draws its first ``counts[b]`` only."""
     if not isinstance(generator, Sequence):
         return torch.rand(*shape, dtype=like.dtype, device=like.device, generator=generator)
     r = torch.zeros(*shape, dtype=like.dtype, device=like.device)
-    wanted = [shape[1]] * shape[0] if counts is None else counts.tolist()
+    wanted = [shape[1]] * shape[0] if counts is None else counts
+    wanted = wanted.tolist() if isinstance(wanted, Tensor) else wanted
     for row, n, row_generator in zip(r, wanted, generator):
         row[:n].uniform_(generator=row_generator)
     return r

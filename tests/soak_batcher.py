@@ -61,7 +61,10 @@ def memory() -> float:
 
 
 def soak(batcher: specnb.Batcher, plans: list[dict], rng: random.Random) -> tuple[list[specnb.Job], list[float]]:
-    """Play all requests, some submitted at once and some later; returns the jobs and the memory along the way."""
+    """Play all requests, some submitted at once and some later; returns the jobs and the memory along the way.
+
+    All jobs are kept, to be judged: a few kilobytes each, their prompts and tokens.
+    """
     jobs: list[specnb.Job] = []
     used: list[float] = []
     while len(jobs) < len(plans) or batcher.running or batcher.waiting:
