@@ -46,7 +46,7 @@ TRAINING: dict[str, Any] = dict(layers=(0, 1), head_rows=8192, batch_tokens=768,
 ROUNDS: list[dict[str, Any]] = [
     dict(parts=3, epochs=3.0, learning_rate=2e-3, seed=0),
     dict(parts=6, epochs=2.0, learning_rate=1.5e-3, seed=1),
-    dict(parts=6, epochs=2.0, learning_rate=1e-3, seed=2),
+    dict(parts=6, epochs=1.0, learning_rate=1e-3, seed=2),
 ]
 ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"

@@ -126,8 +126,10 @@ def test_the_wheel_holds_the_whole_package(wheel):
     here = {path.relative_to(ROOT).as_posix() for path in files}
     assert {"specnb/py.typed", "specnb/models.py"} < here
     assert any(name.startswith("specnb/static/") for name in here)
-    carried = {f"specnb/data/prompts/{path.name}" for path in (ROOT / "data" / "prompts").iterdir()}
-    assert len(carried) == 9
+    data = [path for name in ("prompts", "drafts") for path in (ROOT / "data" / name).rglob("*") if path.is_file()]
+    carried = {f"specnb/{path.relative_to(ROOT).as_posix()}" for path in data}
+    assert len([name for name in carried if name.startswith("specnb/data/prompts/")]) == 9
+    assert "specnb/data/drafts/smollm2-135m-draft/draft.safetensors" in carried
     assert here | carried == {name for name in wheel.namelist() if name.startswith("specnb/")}
 
 
@@ -137,9 +139,14 @@ def test_the_wheel_holds_nothing_else(wheel):
 
 def test_the_installed_package_finds_its_data(wheel, tmp_path):
     wheel.extractall(tmp_path)
-    script = "from specnb import resources; print(resources.data_path('prompts'))"
+    script = """if True:
+        from specnb import resources
+        from specnb.drafters import small_model
+        print(resources.data_path('prompts'), small_model.small_model_folder('smollm2-135m-draft'))
+    """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / "specnb" / "data" / "prompts"), done.stderr
+    home = tmp_path / "specnb" / "data"
+    assert done.stdout.split() == [str(home / "prompts"), str(home / "drafts" / "smollm2-135m-draft")], done.stderr
 
 
 def test_a_checkout_finds_its_data():

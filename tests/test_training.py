@@ -476,6 +476,57 @@ def test_answers_become_tasks():
     assert all(kind == "code_edit" and "return result" in question for kind, question in made[1:])
 
 
+# --- the recipe ---
+
+
+class Words:
+    """As much of a tokenizer as the recipe needs: a token is a word."""
+
+    vocabulary = ("<|im_start|>user " + " ".join(f"word{i}" for i in range(VOCAB - 1))).split()
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(self.vocabulary[i] for i in ids)
+
+
+def lesson_of(question: list[int], answer: list[int]) -> teaching.Lesson:
+    favourites = torch.tensor(answer)[:, None]
+    return teaching.Lesson(torch.tensor(question + answer), len(question), favourites, torch.zeros(len(answer), 1))
+
+
+def test_tasks_about_held_out_answers_are_not_learnt_from(tmp_path, monkeypatch):
+    """Part 4 asks about the answers of part 0, of which the first are held out."""
+    monkeypatch.setattr(recipe, "HELD_OUT", 2)
+    monkeypatch.setattr(recipe, "PART", 3)
+    parts = [[lesson_of([n, 1], [2 + n, *range(20 + i, 32 + i)]) for i in range(4)] for n in range(5)]
+    leak, fair = lesson_of([1, *range(22, 30)], [3]), lesson_of([1, *range(40, 50)], [3])
+    for number, made in enumerate(parts):
+        teaching.save([*made[:3], leak, fair] if number == recipe.LAG else made, recipe.path_of(number, tmp_path))
+    learnt, held_out = recipe.lessons_of(tmp_path, 5, Words())
+    assert [x.tokens.tolist() for x in held_out] == [x.tokens.tolist() for x in parts[0][:2]]
+    assert len(learnt) == 2 + 3 * 4 + 3 + 1
+    assert learnt[-1].tokens.tolist() == fair.tokens.tolist()
+    assert len(recipe.lessons_of(tmp_path, 4, Words())[0]) == 2 + 3 * 4
+
+
+def test_invented_questions_touch_no_held_out_one():
+    held_out = specnb.load_prompts(limit=1)[0].turns[0]
+
+    class Says:
+        def decode(self, ids, skip_special_tokens=False):
+            return {1: held_out, 2: "short", 3: "What do herons eat in the winter months?"}[int(ids[0])]
+
+    turns = [lesson_of([0], [i]) for i in (1, 2, 3)]
+    assert list(recipe.invented(Says(), turns)) == [("invented", "What do herons eat in the winter months?")]
+
+
+def test_parts_are_disjoint_and_scores_go_on():
+    parts = [recipe.questions_of(n) for n in (0, 1)]
+    assert len(set(parts[0]) | set(parts[1])) == 2 * recipe.PART
+    scores = [training.Score(step, 10 * step, None, 0.5, 1.5) for step in (0, 4, 8)]
+    assert [(s.step, s.tokens) for s in recipe.continued(scores, scores)] == [(12, 120), (16, 160)]
+    assert recipe.continued([], scores) == scores
+
+
 # --- the one that ships ---
 
 
