@@ -387,7 +387,7 @@ class Batcher:
             error = error or self._tell(job, new)
         if error is not None:
             self._end(job, "error", error)
-            traceback.clear_frames(error.__traceback__)  # who keeps a job need not keep the scores of its last round
+            forget_locals(error)
         elif rows.finished[job.slot]:
             self._end(job, "length" if len(job.tokens) >= rows.budgets[job.slot] else "stop")
 
@@ -449,3 +449,18 @@ def prompt_ids(prompt: Sequence[int] | Tensor | str, tokenizer: Any) -> Tensor:
     if ids.ndim != 1:
         raise ValueError(f"A prompt is one row of token ids, [n] or [1, n], got {list(ids.shape)}; submit rows apart.")
     return ids
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let go what the functions that raised and their callers held; the traceback still says where that was.
+
+    Whoever keeps a failed job would otherwise keep the scores of its last round, megabytes of them.
+    """
+    traceback.clear_frames(error.__traceback__)
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ is not None else None
+    while frame is not None:
+        try:
+            frame.clear()
+        except RuntimeError:  # still running, and so are its callers
+            return
+        frame = frame.f_back

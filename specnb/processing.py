@@ -85,8 +85,10 @@ class Processors:
             return self.per_row[b](guesses[None], scores)
         context = torch.cat([rows.context(b).to(scores.device), guesses])
         start = len(context) - len(guesses) + first
-        places = range(start, start + len(scores))
-        return torch.cat([self.per_row[b](context[None, :n], scores[n - start, None]) for n in places])
+        processed = []  # no comprehension: if a processor raises, its closure would keep the scores with the error
+        for t in range(len(scores)):
+            processed.append(self.per_row[b](context[None, : start + t], scores[t, None]))
+        return torch.cat(processed)
 
 
 def same_rules(one: LogitsProcessorList, other: LogitsProcessorList) -> bool:

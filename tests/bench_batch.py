@@ -27,7 +27,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import specnb
+from specnb.compiled import pass_size, twin_for
 from specnb.machine import describe_machine
+from specnb.prediction import compiled_pass
 from specnb.profiling import synchronise
 
 BASELINE = "transformers"
@@ -36,6 +38,7 @@ DRAFTERS: dict[str, Callable[[], specnb.Drafter | None]] = {
     "lookup": specnb.PromptLookup,
     "adaptive": lambda: specnb.Adaptive(specnb.PromptLookup()),
 }
+WIDTH = 12  # positions of a row in a compiled pass, at most
 COSTS = (1, 2, 4, 8, 11)  # positions of each row, of which passes are timed
 
 
@@ -85,12 +88,19 @@ def run(model: Any, way: str, prompts: Sequence[list[int]], new: int, compile: b
     if way == BASELINE:
         return model.generate(ids, **options), None
     drafter = WARM.setdefault((model, way, len(prompts)), DRAFTERS[way]())
-    width = dict(compile=True, pass_width=12) if compile else {}
+    width = dict(compile=True, pass_width=WIDTH) if compile else {}
     out = specnb.generate(model, ids, drafter, return_trace=True, **width, **options)
     return out.sequences, out
 
 
 WARM: dict[Any, Any] = {}  # drafters: an adaptive one keeps what it has learned of the machine
+
+
+def compile_sizes(model: Any, positions: int) -> None:
+    """All passes up to so many positions; else they would be compiled in the midst of what is timed."""
+    twin = twin_for(model, WIDTH)
+    for n in range(1, positions + 1) if twin is not None else ():
+        twin.serves(pass_size(n))
 
 
 def account(speed: Speed, out: Any) -> None:
@@ -116,6 +126,8 @@ def measure(
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     speeds = [Speed(way, B) for B in sizes for way in ways]
+    if compile:
+        compile_sizes(model, WIDTH * max(sizes))
     order = random.Random(0)
     for repeat in range(repeats + 1):
         for speed in order.sample(speeds, len(speeds)):
@@ -136,11 +148,8 @@ def pass_cost(model: Any, rows: int, context: int, compile: bool, repeats: int =
     """v by positions of each of so many rows."""
     if not compile:
         return specnb.forward_cost(model, COSTS, context=context, batch_size=rows, repeats=repeats)
-    from specnb.prediction import compiled_pass
-
-    widths = [T for T in COSTS if T <= 12]
-    run_pass = compiled_pass(model, 12)
-    return specnb.forward_cost(model, widths, context=context, batch_size=rows, repeats=repeats, run=run_pass)
+    run_pass = compiled_pass(model, WIDTH)
+    return specnb.forward_cost(model, COSTS, context=context, batch_size=rows, repeats=repeats, run=run_pass)
 
 
 def break_evens(speeds: Sequence[Speed], way: str, cost: specnb.CostCurve, packed: bool) -> dict[str, float]:

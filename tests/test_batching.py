@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 
 import pytest
@@ -403,6 +404,45 @@ def test_after_ctrl_c_all_go_on(monkeypatch, whose, at):
         batcher.run()
     batcher.run()
     assert [job.tokens for job in jobs] == [alone(n, torch.float32, 8) for n in (12, 260, 7)]
+
+
+# --- nothing stays behind ---
+
+
+def live_tensors():
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+def grown(drafter, keep):
+    """Tensors alive after 60 requests that were not after 20; some fail, some are cancelled, jobs are kept or not."""
+    batcher, kept, counts = specnb.Batcher(model_of(), drafter, max_batch=3, max_new_tokens=4), [], []
+    for requests in (20, 40):
+        for n in range(requests):
+            options = FAILURES["processor at once"] if n % 5 == 1 else {}
+            job = batcher.submit(prompt(5 + n % 7, seed=n), **options)
+            batcher.step()
+            if n % 5 == 3:
+                job.cancel()
+            kept += [job] if keep else []
+        del job
+        batcher.run()
+        counts.append(live_tensors())
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["jobs dropped", "jobs kept"])
+def test_served_requests_leave_no_tensor_behind(keep, make_drafter):
+    assert grown(make_drafter(model_of()), keep) <= 0
+
+
+def test_a_leak_would_be_seen():
+    class Hoarder(specnb.PromptLookup):
+        def join(self, row):
+            self.hoard = [*getattr(self, "hoard", []), torch.zeros(1)]
+            super().join(row)
+
+    assert grown(Hoarder(), keep=False) >= 39
 
 
 # --- anything in any order ---

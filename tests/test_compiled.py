@@ -190,6 +190,40 @@ def test_widths_do_not_disturb_each_other():
     assert twin_for(model, 4).widths >= {4, 32}
 
 
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_a_batcher_writes_what_each_prompt_writes_alone(bfloat16, max_batch, make_drafter):
+    """Rows with a draft beside rows without one, in packed passes of several sizes."""
+    lengths = (40, 1, 250, 9, 33, 12)
+    options = dict(compile=True, pass_width=4, max_new_tokens=10)
+    batcher = specnb.Batcher(bfloat16, make_drafter(bfloat16), max_batch=max_batch, **options)
+    jobs = [batcher.submit(prompt(n, seed=n)) for n in lengths]
+    batcher.run()
+    for n, job in zip(lengths, jobs):
+        assert job.tokens == text(bfloat16, prompt(n, seed=n), new=10)[0][n:]
+
+
+def test_a_size_that_gives_other_bits_is_not_used(bfloat16, monkeypatch):
+    """Planted: passes over 8 positions come out slightly different. The rows go through two passes instead."""
+    twin = twin_for(bfloat16, 4)
+    monkeypatch.setattr(twin, "widths", set(twin.widths) - {8})
+    monkeypatch.setattr(twin, "refused", set())
+    checked = compiled.probe
+
+    def other_bits(network, width, *, compiled=False):
+        return checked(network, width, compiled=compiled) * (1.01 if width == 8 and compiled else 1.0)
+
+    monkeypatch.setattr(compiled, "probe", other_bits)
+    assert list(twin.passes([4, 4], 4)) == [([4], 4), ([4], 4)] and twin.refused == {8}
+    assert list(twin.passes([1, 3], 4)) == [([1, 3], 4)]
+
+
+def test_sizes_of_passes():
+    sizes = [compiled.pass_size(n) for n in range(1, 200)]
+    assert all(size >= n and size % 4 == 0 for n, size in enumerate(sizes, 1))
+    assert sorted(set(sizes)) == [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert compiled.sizes_up_to(10) == [4, 8, 10] and compiled.sizes_up_to(3) == [3]
+
+
 def test_compile_alone_means_a_width():
     assert [compiled_width(k) for k in (0, 3, 4, 10, 11, 12)] == [4, 4, 8, 12, 12, 16]
 

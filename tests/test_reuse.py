@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import specnb
+from specnb import kernels
 from tests.tiny import FAMILIES, prompt, tiny_model
 
 NEW = 20
@@ -112,3 +113,16 @@ def test_after_a_run_that_broke_off_a_cache_is_not_continued(llama):
         specnb.generate(llama, prompt(20), specnb.Scripted(broken), max_new_tokens=9, cache=cache)
     with pytest.raises(ValueError, match="from no finished"):
         specnb.generate(llama, prompt(20), max_new_tokens=9, cache=cache)
+
+
+@pytest.mark.skipif(kernels.compiler() is None, reason="no C++ compiler")
+def test_compiled_and_uncompiled_passes_are_not_mixed_at_a_pass_width(llama):
+    """Their bits differ: the prompt is read anew, and a warning says why."""
+    first = specnb.generate(llama, prompt(70), compile=True, pass_width=4, max_new_tokens=5, return_cache=True)
+    longer = torch.cat([first.sequences, prompt(5, seed=9)], dim=1)
+    fresh = specnb.generate(llama, longer, pass_width=4, max_new_tokens=5, return_trace="probs")
+    with pytest.warns(UserWarning, match="comes from compiled passes, and this call's are uncompiled"):
+        out = specnb.generate(
+            llama, longer, cache=first.cache, pass_width=4, max_new_tokens=5, return_trace="probs"
+        )  # fmt: skip
+    assert all(torch.equal(r.p, f.p) for r, f in zip(out.trace, fresh.trace, strict=True))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb import verify_greedy
+from specnb.verification import favourites
 
 
 def oracle(draft: list[int], target: list[int]) -> tuple[int, int]:
@@ -104,3 +105,16 @@ def test_minus_infinity_in_one_row_does_not_reach_another():
 def test_shapes_that_do_not_fit_are_named(tokens, logits, lengths, message):
     with pytest.raises(ValueError, match=message):
         verify_greedy(tokens, logits, lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_favourites_are_the_first_of_the_highest(dtype):
+    scores = torch.randint(0, 5, (40, 30)).to(dtype)  # many ties
+    scores[3, 7] = scores[3, 20] = float("nan")
+    scores[5], scores[6, 4] = float("-inf"), float("inf")
+    best, tokens = favourites(scores)
+    expected = scores.max(dim=-1)
+    assert torch.equal(best.nan_to_num(-9), expected.values.nan_to_num(-9))
+    sound = ~expected.values.isnan()
+    first = (scores == expected.values[:, None]).int().argmax(dim=-1)
+    assert torch.equal(tokens[sound], first[sound])
