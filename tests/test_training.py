@@ -558,14 +558,14 @@ def test_the_card_says_what_was_measured():
 
 @pytest.mark.real_model
 def test_the_shipped_draft_guesses_well_on_questions_it_has_never_seen(real):
-    """Four groups of the suite, one question each; over all of it the card says more."""
+    """Two groups of the suite, one question each; over all of it the card says more."""
     model, tokenizer = real
     drafter = specnb.DraftModel.from_pretrained("smollm2-135m-draft", target=model)
     passes = 0
-    for p in specnb.load_prompts(group=["code_edit", "structured_output", "list", "maths"], limit=1):
-        out = specnb.generate(model, specnb.encode(tokenizer, p), drafter, max_new_tokens=48, do_sample=False)
+    for p in specnb.load_prompts(group=["code_edit", "list"], limit=1):
+        out = specnb.generate(model, specnb.encode(tokenizer, p), drafter, max_new_tokens=32, do_sample=False)
         passes += int(out.stats.target_passes) / int(out.stats.emitted)
-    assert passes / 4 < 1 / 1.5
+    assert passes / 2 < 1 / 1.5
     other = tiny_model(vocab_size=100)
     with pytest.raises(ValueError, match="vocab_size 49152, not 100"):
         specnb.DraftModel.from_pretrained("smollm2-135m-draft", target=other)
