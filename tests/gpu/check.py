@@ -4,9 +4,10 @@
 
 Exactness: greedy rows of a batch in float32 are those of each prompt alone; in bfloat16 at one pass width it is
 reported how many are, which nothing promises. Law: chi-square of sampled tokens against the model's own distribution.
-Throughput: tokens per second for growing batches, against transformers' `generate`, on the default model and on random
-weights of about 1 and 7 billion parameters (what a pass costs does not depend on what the weights are). Drafts come from
-a script that knows the answer of plain decoding and is right four times in five: random weights have nothing to look up.
+Throughput: tokens per second for growing batches, against transformers' `generate`, on the default model and on
+random weights of about 1 and 7 billion parameters (what a pass costs does not depend on what the weights are). Drafts
+come from a script that knows the answer of plain decoding and is right four times in five: random weights have nothing
+to look up.
 
 Without a CUDA device it says so and does nothing. With ``--device cpu --small`` it runs on tiny models: a test does so.
 """
