@@ -303,16 +303,22 @@ void attention_of_rows(const typename T::Value *q, const typename T::Value *keys
     for (int i = 0; i < R * length; i++)
         if (i % length == 0 || places[i].row != places[i - 1].row)
             starts[runs++] = i;
-    const bool shared = runs >= 2 * threads;
-#pragma omp parallel for num_threads(shared ? threads : 1) schedule(dynamic)
-    for (int run = 0; run < runs; run++) {
+    const auto of_run = [&](int run, float *own, int team) {
         const int start = starts[run], end = run + 1 < runs ? starts[run + 1] : R * length;
         const int r = start / length, first = start % length;
         const long cached = places[start].row * kv_heads * (long)capacity * D;
         const Shape s(heads, kv_heads, end - start, D, capacity, window, scale, length);
         attention<T>(q + ((long)r * heads * length + first) * D, keys + cached, values + cached, places + start,
-                     out + (long)start * heads * D, scratch + omp_get_thread_num() * floats, s, shared ? 1 : threads);
+                     out + (long)start * heads * D, own, s, team);
+    };
+    if (runs < 2 * threads) { // no region around theirs: threads of a nested one would be made anew each time, for 1 ms
+        for (int run = 0; run < runs; run++)
+            of_run(run, scratch, threads);
+        return;
     }
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int run = 0; run < runs; run++)
+        of_run(run, scratch + omp_get_thread_num() * floats, 1);
 }
 
 // New keys or values [R, heads, T, bytes], whose rows, heads and tokens lie so many bytes apart, go to their places
