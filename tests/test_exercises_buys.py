@@ -1,13 +1,7 @@
 """The checks of notebook 07's exercises: right answers pass, each named slip gets its own message."""
 
-import pytest
-
-from specnb import exercises, exercises_buys
-from specnb.exercises import Exercise
-
-EXERCISES = [value for value in vars(exercises_buys).values() if isinstance(value, Exercise)]
-SLIPS = [(exercise, slip) for exercise in EXERCISES for slip in exercise.slips]
-
+from specnb import exercises_buys
+from tests.exercise_checks import exercise_tests
 
 # Answers as a learner would write them, apart from the solutions inside the checks.
 
@@ -45,39 +39,4 @@ WRONG = [
     ("worth_sending", lambda a, costs, rate: worth_sending(a, costs, 1.0), "`rate` is not used"),
 ]
 
-
-def check_of(name):
-    return getattr(exercises, f"check_{name}")
-
-
-def test_every_exercise_is_reached_through_the_common_module_and_has_an_answer_here():
-    assert {exercise.name for exercise in EXERCISES} == set(RIGHT)
-    assert all(check_of(name) is getattr(exercises_buys, f"check_{name}") and check_of(name).__doc__ for name in RIGHT)
-    with pytest.raises(AttributeError, match="check_nothing"):
-        exercises.check_nothing  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        exercises.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_answer_passes_and_a_stub_is_not_started(name):
-    def stub(*args):
-        raise NotImplementedError
-
-    assert check_of(name)(RIGHT[name])
-    assert check_of(name)(stub).status == "not started"
-
-
-@pytest.mark.parametrize(("exercise", "slip"), SLIPS, ids=lambda v: getattr(v, "name", None) or v.message[:40])
-def test_each_slip_gets_its_own_message(exercise, slip):
-    result = check_of(exercise.name)(slip.wrong)
-    assert not result
-    assert slip.message in result.message and "Smallest failing case" in result.message
-    assert not any(other.message in result.message for other in exercise.slips if other is not slip)
-
-
-@pytest.mark.parametrize(("name", "answer", "said"), WRONG)
-def test_learners_slip_is_recognised(name, answer, said):
-    result = check_of(name)(answer)
-    assert not result
-    assert said in result.message
+globals().update(exercise_tests(exercises_buys, RIGHT, WRONG))
