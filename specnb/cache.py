@@ -10,7 +10,9 @@ Derived in notebook 04, "Rolling back".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -112,6 +114,8 @@ class RaggedCache(Cache):
         self.remembered: Any = None  # what a finished run left in it, see `specnb.reuse`
         self.compiled = False  # whether the pass under way is, if it is a twin's: compiled.py
         self._slots: Tensor | None = None  # [R, T] where the pass under way writes
+        self._tree: Tensor | None = None  # [R, T] who sees whom in it, as bits, if its tokens are trees
+        self.positions: Tensor | None = None  # [R, T] of its tokens in their texts; in a chain those are the slots
         self._places: Tensor | None = None  # the same with row numbers, made when they are asked for
         self._growth: Tensor | None = None  # [B], tokens that the pass adds to each row
         self._start: int | None = None  # its first slot, if all its rows share it
@@ -140,6 +144,30 @@ class RaggedCache(Cache):
             )
         self.lengths = self.lengths - drop
 
+    def keep(self, start: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Of each row's entries from slot ``start[b]`` on keep these, side by side, and drop the others.
+
+        Only entries that are not yet in their place are moved: what a tree's accepted path needs.
+
+        Args:
+            start: LongTensor [B] on the CPU.
+            kept: for each row the numbers of entries, counted from ``start[b]``, in increasing order.
+
+        Raises:
+            ValueError: if a row has no such entry.
+        """
+        first = start.tolist()
+        if any(row and first[b] + row[-1] >= n for b, (row, n) in enumerate(zip(kept, self.lengths.tolist()))):
+            raise ValueError(f"keep({list(kept)}) from {first} on does not fit rows of length {self.lengths.tolist()}.")
+        moves = [(b, first[b] + n, first[b] + i) for b, row in enumerate(kept) for i, n in enumerate(row) if n != i]
+        self.lengths = start + torch.tensor([len(row) for row in kept])
+        if not moves:
+            return
+        b, old, new = torch.tensor(moves).T.to(self.layers[0].keys.device)
+        for layer in self.layers:
+            layer.keys[b, :, new] = layer.keys[b, :, old]
+            layer.values[b, :, new] = layer.values[b, :, old]
+
     def reserve(self, capacity: int) -> None:
         """Make room for at least ``capacity`` slots per row (more, so that growing stays rare)."""
         if capacity > self.capacity:
@@ -157,9 +185,14 @@ class RaggedCache(Cache):
                 layer.values[row].zero_()
 
     def begin(
-        self, width: int, attended: int | None, device: torch.device, rows: Sequence[int] | None = None
+        self,
+        width: int,
+        attended: int | None,
+        device: torch.device,
+        rows: Sequence[int] | None = None,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Plan a pass of ``width`` new tokens per row; returns their slots [R, width] (also their positions)."""
+        """Plan a pass of ``width`` new tokens per row, chains or trees: `target_pass`. Returns their slots [R, width]."""
         if rows is not None and list(rows) == list(range(len(self.lengths))):
             rows = None
         lengths = self.lengths if rows is None else self.lengths[list(rows)]
@@ -169,7 +202,11 @@ class RaggedCache(Cache):
                 f"{width} more tokens do not fit: a row holds {longest} of {self.capacity} slots. "
                 "Roll back first, or make room with cache.reserve(...)."
             )
-        self._slots, self._places = (lengths[:, None] + torch.arange(width)).to(device), None
+        self._slots, self._places, self._tree = (lengths[:, None] + torch.arange(width)).to(device), None, None
+        self.positions = self._slots
+        if parents is not None:
+            bits, depths = torch.tensor([sight(tuple(row)) for row in parents]).unbind(1)  # [R, width] each
+            self._tree, self.positions = bits.to(device), (lengths[:, None] + depths).to(device)
         self._start = longest if bool((lengths == longest).all()) else None
         self._rows = None if rows is None else _selection(rows, device)
         self.attended = attended or longest + width
@@ -177,7 +214,13 @@ class RaggedCache(Cache):
         self._growth[slice(None) if rows is None else list(rows)] = width
         return self._slots
 
-    def begin_packed(self, rows: Sequence[int], counts: Sequence[int], size: int) -> Tensor:
+    def begin_packed(
+        self,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        size: int,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Plan a pass in which these rows stand side by side, each with its own number of new tokens.
 
         For attention that reads the cache itself. The last place is repeated up to ``size`` of them.
@@ -185,9 +228,15 @@ class RaggedCache(Cache):
         Returns:
             the tokens' slots, [1, size].
         """
-        places = [(n + t, b) for b, n, T in zip(rows, self.lengths[list(rows)].tolist(), counts) for t in range(T)]
-        assert len(places) <= size and max(slot for slot, _ in places) < self.capacity
-        self._places = torch.tensor(places + places[-1:] * (size - len(places)))[None, None]
+        places, positions = [], []
+        for i, (b, n, T) in enumerate(zip(rows, self.lengths[list(rows)].tolist(), counts)):
+            bits, depths = ([0] * T, range(T)) if parents is None else sight(tuple(parents[i][: T - 1]))
+            places += [(n + t, b, n if bits[t] else n + t + 1, bits[t]) for t in range(T)]
+            positions += [n + depth for depth in depths]
+        assert len(places) <= size and max(place[0] for place in places) < self.capacity
+        filler = size - len(places)
+        self._places = torch.tensor(places + places[-1:] * filler)[None, None]
+        self.positions = torch.tensor(positions + positions[-1:] * filler)[None]
         self._growth = torch.zeros_like(self.lengths)
         self._growth[list(rows)] = torch.tensor(counts)
         self._slots, self._rows = self._places[0, ..., 0], None
@@ -195,12 +244,17 @@ class RaggedCache(Cache):
 
     @property
     def places(self) -> Tensor:
-        """Where the planned pass writes, [R, 1, T, 2]: of each token the slot and the row."""
+        """Where the planned pass writes and looks, [R, 1, T, 4]: of each token the slot, the row, and what it sees.
+
+        That is all slots before the third number, and of those from there on the ones whose bits are set in the fourth.
+        """
         if self._places is None:
             assert self._slots is not None
             rows = torch.arange(len(self.lengths), device=self._slots.device)
             rows = rows if self._rows is None else rows[self._rows]
-            self._places = torch.stack([self._slots, rows[:, None].expand_as(self._slots)], dim=-1)[:, None]
+            slots, bits = self._slots, torch.zeros_like(self._slots) if self._tree is None else self._tree
+            before = slots + 1 if self._tree is None else slots[:, :1].expand_as(slots)
+            self._places = torch.stack([slots, rows[:, None].expand_as(slots), before, bits], dim=-1)[:, None]
         return self._places
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
@@ -244,6 +298,23 @@ def _selection(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(rows, device=device)
 
 
+MOST_NODES = 62  # of a tree: a row's places in a pass are told by the bits of one integer
+
+
+@lru_cache(maxsize=4096)
+def sight(parents: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """What a tree's tokens see of each other, root first: for each a number with one bit per token seen, and its depth.
+
+    Args:
+        parents: of each node the number of an earlier node, or -1 for the root.
+    """
+    bits, depths = [1], [0]
+    for node, parent in enumerate(parents):
+        bits.append(bits[parent + 1] | 2 << node)
+        depths.append(depths[parent + 1] + 1)
+    return bits, depths
+
+
 def attention_mask(slots: Tensor, attended: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Additive mask [B, 1, T, attended]: 0 where the token in ``slots[b, t]`` may look, very negative elsewhere.
 
@@ -254,7 +325,30 @@ def attention_mask(slots: Tensor, attended: int, window: int | None, dtype: torc
     hidden = key > query
     if window is not None:
         hidden |= key <= query - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+    return _additive(hidden, dtype)
+
+
+def tree_mask(slots: Tensor, tree: Tensor, attended: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """`attention_mask` for trees: a token sees what came before the pass, its ancestors and itself.
+
+    Args:
+        slots: [B, T], of each row the root's first.
+        tree: [B, T], who sees whom, as bits: `sight`. A ``window`` counts positions, that is the ancestors in between.
+    """
+    T = tree.shape[1]
+    seen = (tree[:, :, None] >> torch.arange(T, device=tree.device)) & 1  # [B, T, T]
+    position = (slots[:, :1] + seen.sum(-1) - 1)[:, :, None]  # [B, T, 1]
+    start = slots[:, :1, None]
+    key = torch.arange(attended, device=slots.device)
+    hidden = (key >= start).expand(-1, T, -1)
+    if window is not None:
+        seen = seen & (position.mT > position - window)
+        hidden = hidden | (key <= position - window)
+    return _additive(hidden.scatter(2, slots[:, None].expand_as(seen), seen == 0)[:, None], dtype)
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
@@ -263,7 +357,10 @@ def _masks(cache: RaggedCache, slots: Tensor, dtype: torch.dtype) -> Tensor | di
     windows = set(cache.windows)
     if windows == {None} and slots.shape[1] == 1 and cache._start is not None and cache.attended == cache._start + 1:
         return None  # one token per row, all at the same place: it sees everything there is
-    masks = {w: attention_mask(slots, cache.attended, w, dtype) for w in windows}
+    if cache._tree is None:
+        masks = {w: attention_mask(slots, cache.attended, w, dtype) for w in windows}
+    else:
+        masks = {w: tree_mask(slots, cache._tree, cache.attended, w, dtype) for w in windows}
     if len(masks) == 1:
         return masks.popitem()[1]
     sliding = next(w for w in windows if w is not None)
@@ -279,6 +376,7 @@ def target_pass(
     rows: Sequence[int] | None = None,
     attended: int | None = None,
     need_logits: bool = True,
+    parents: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """One forward pass: append T tokens to every row and score the token after each of them.
 
@@ -289,6 +387,9 @@ def target_pass(
         rows: R different row numbers, if only these take part; the others stay as they are.
         attended: slots the pass looks at; default: as many as the longest row then holds.
         need_logits: False (prefill) computes the output head for the last position only.
+        parents: for trees, of each row's T - 1 tokens after the first the number of its parent among them, an earlier
+            one, or -1 for the first token, the root. A token then sees the cache and its own ancestors, and stands as
+            many positions after the root as it has ancestors. `RaggedCache.keep` keeps one path.
 
     Returns:
         logits [B or R, T, V]; position t scores the token after ``tokens[:, t]``. One position without ``need_logits``
@@ -302,7 +403,8 @@ def target_pass(
     expected = len(cache.lengths) if rows is None else len(rows)
     if tokens.ndim != 2 or tokens.shape[0] != expected:
         raise ValueError(f"tokens must be [{expected}, T], one row per row of the pass, got {list(tokens.shape)}.")
-    return run_pass(model, cache, tokens, cache.begin(tokens.shape[1], attended, model.device, rows), need_logits)
+    slots = cache.begin(tokens.shape[1], attended, model.device, rows, parents)
+    return run_pass(model, cache, tokens, slots, need_logits)
 
 
 def run_pass(
@@ -313,7 +415,8 @@ def run_pass(
     if not need_logits and compat.accepts(model, "logits_to_keep"):
         arguments["logits_to_keep"] = 1
     if compat.accepts(model, "position_ids"):
-        arguments["position_ids"] = slots.clamp(max=context_size(model.config) - 1)  # filler may reach beyond
+        assert cache.positions is not None
+        arguments["position_ids"] = cache.positions.clamp(max=context_size(model.config) - 1)  # filler may reach beyond
     reads_cache = model.config._attn_implementation == RAGGED_ATTENTION
     mask = cache.places if reads_cache else _masks(cache, slots, model.dtype)
     tokens = tokens.to(model.device)
@@ -324,6 +427,27 @@ def run_pass(
         raise
     cache.finish()
     return out.logits
+
+
+@contextmanager
+def hearing(model: PreTrainedModel, cache: RaggedCache, heard: list[Tensor] | None) -> Iterator[None]:
+    """While this holds, what goes into the output head is noted in ``heard``: of each pass [N, H], N its tokens.
+
+    None: nothing is noted, and nothing done.
+    """
+    if heard is None:
+        yield
+        return
+
+    def note(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        assert cache._growth is not None
+        heard.append(inputs[0].detach().flatten(0, 1)[: int(cache._growth.sum())])  # the rest is filler
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def for_all_rows(part: Tensor, rows: Sequence[int], batch_size: int) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 
-from specnb import compat
-from specnb.cache import RaggedCache, context_size, target_pass
+from specnb import compat, trees
+from specnb.cache import MOST_NODES, RaggedCache, context_size, target_pass
 from specnb.drafters.base import Draft, Drafter
 
 # families whose every layer was compared with a fresh prefill in the test-suite; others are tried once before use
@@ -313,10 +313,26 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
             raise ValueError(f"The draft's {name} must be one number per row [{len(limits)}], got {len(values)}.")
     lengths = torch.minimum(lengths, torch.tensor(limits)).clamp(max=tokens.shape[1])
     used = int(lengths.max())
+    parents = None if draft.parents is None else _checked_parents(draft, lengths)[:, :used]
     if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
         _check_guesses(tokens, lengths, vocab_size)
     probs = None if draft.probs is None else draft.probs[:, :used]
-    return replace(draft, tokens=tokens[:, :used], lengths=lengths, probs=probs)
+    return replace(draft, tokens=tokens[:, :used], lengths=lengths, probs=probs, parents=parents)
+
+
+def _checked_parents(draft: Draft, lengths: Tensor) -> Tensor:
+    """The parents of the nodes that count; the others follow the root."""
+    parents = torch.as_tensor(draft.parents).cpu()
+    if parents.shape != draft.tokens.shape:
+        raise ValueError(
+            f"A draft's parents must be {list(draft.tokens.shape)} as its tokens, got {list(parents.shape)}."
+        )
+    counts = torch.arange(parents.shape[1]) < lengths[:, None]
+    parents = parents.where(counts, trees.ROOT)
+    trees.check_parents(parents, draft.tokens)
+    if int(lengths.max()) > MOST_NODES:
+        raise ValueError(f"A tree of {int(lengths.max())} guesses: a row's may have {MOST_NODES} at most.")
+    return parents
 
 
 def _check_guesses(tokens: Tensor, lengths: Tensor, vocab_size: int) -> None:

@@ -136,7 +136,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention interface, over a cache's whole buffers; places [R, 1, T, 2] come as the mask.
+    """transformers' attention interface, over a cache's whole buffers; places [R, 1, T, 4] come as the mask.
 
     Args:
         query: [R, H, T, D]; key, value: buffers [B, H_kv, capacity, D].
@@ -287,11 +287,13 @@ class Twin:
         counts: list[int],
         pass_width: int,
         network: PreTrainedModel | None = None,
+        parents: list[list[int]] | None = None,
     ) -> Tensor:
         """A pass in which these rows stand side by side; row i of tokens [R, T] appends its first ``counts[i]``.
 
         Args:
             pass_width: of the run; a row of its own is filled up to it where sizes do not give the same bits.
+            parents: of the tokens after each row's first, if they are trees: `specnb.target_pass`.
 
         Returns:
             logits [N, V] of the N = Σ counts tokens, row after row.
@@ -301,8 +303,10 @@ class Twin:
         cache.compiled = True
         try:
             for some, size in self.passes(counts, pass_width):
-                slots = cache.begin_packed(rows[first : first + len(some)], some, size)
-                here, flat, first = flat[: sum(some)], flat[sum(some) :], first + len(some)
+                last = first + len(some)
+                trees = None if parents is None else parents[first:last]
+                slots = cache.begin_packed(rows[first:last], some, size, trees)
+                here, flat, first = flat[: sum(some)], flat[sum(some) :], last
                 line = torch.cat([here, here[-1:].expand(size - len(here))])[None]  # filler repeats the last token
                 found.append(run_pass(network or self.network, cache, line, slots)[0, : len(here)])
         except BaseException:

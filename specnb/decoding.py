@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from specnb import checks, compat
-from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, target_pass
+from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, hearing, target_pass
 from specnb.compiled import Twin, compiled_run
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.prefill import prefill, same_bucket
@@ -29,6 +30,7 @@ from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
 from specnb.reuse import Remembered, cache_for
 from specnb.rows import Rows
 from specnb.scores import Scores
+from specnb.trees import ROOT, judge_tree_greedy, judge_tree_sample
 from specnb.verification import Verdict, judge_greedy, judge_sample, raise_for_nan
 
 
@@ -275,13 +277,12 @@ class Run:
         draft = self.propose()
         before = self.cache.lengths
         logits = self.target_pass(draft)  # [N, V], of every position
-        p = self.processors(self.rows, draft.tokens, draft.lengths, logits)  # the same, as scores
+        p = self.processors(self.rows, draft.tokens, draft.lengths, logits, draft.parents)  # the same, as scores
         verdict = self.judge(draft, p)
         rounds = self.commit(draft, verdict, p)
-        kept = self.kept(rounds)
-        self.cache.rollback(self.cache.lengths - before - kept)
+        self.roll_back(before, rounds)
         if self.drafter is not None:
-            self.drafter.observe(self.rows, kept.tolist())
+            self.inform(self.drafter, rounds, logits)
         self.tell(rounds, draft, logits, p)
 
     def propose(self) -> Draft:
@@ -296,7 +297,8 @@ class Run:
     def limits(self) -> list[int]:
         """How many guesses each row can use: its budget must hold one token more, the pass and its bucket too."""
         k = self.drafter.num_draft_tokens if self.drafter is not None else 0
-        limits = [max(0, min(k, room - 1)) for room in self.rows.room]
+        depth = 1 if self.drafter is not None and self.drafter.trees else k  # a tree's limit counts nodes
+        limits = [k if room > depth else max(0, room - 1) for room in self.rows.room]
         if self.pass_width is None:
             return limits
         ahead = [bucket_size(n) - 1 - n for n in self.cache.lengths.tolist()]
@@ -315,32 +317,42 @@ class Run:
             counts = [1 + n for n in draft.lengths[active].tolist()]
         tokens = self.rows.pass_tokens(draft, max(counts))  # [B, T]
         groups = same_bucket(self.cache, active) if self.pass_width is not None and self.twin is None else [active]
+        heard: list[Tensor] = []
         try:
-            parts = [self.pass_over(rows, tokens[rows], counts) for rows in groups]
+            with hearing(self.network, self.cache, heard if self.drafter and self.drafter.needs_hidden else None):
+                parts = [self.pass_over(rows, tokens[rows], counts, draft.parents) for rows in groups]
         except BaseException:
             self.cache.rollback(self.cache.lengths - before)
             raise
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return Scores.of_pass(logits, [b for rows in groups for b in rows], counts, len(self.rows), places)
+        scores = Scores.of_pass(logits, [b for rows in groups for b in rows], counts, len(self.rows), places)
+        return replace(scores, hidden=torch.cat(heard)) if heard else scores
 
-    def pass_over(self, rows: list[int], tokens: Tensor, counts: list[int]) -> Tensor:
+    def pass_over(self, rows: list[int], tokens: Tensor, counts: list[int], parents: Tensor | None) -> Tensor:
         """One pass over tokens [R, T] of these rows, which share a bucket if the width is fixed; logits [N, V]."""
         longest, width = max(self.cache.lengths[rows].tolist()), tokens.shape[1]
         attended = None if self.pass_width is None else bucket_size(longest)
         self.cache.reserve((attended or longest) + width)
+        filled = None if parents is None else pad(parents[rows], (0, width - 1 - parents.shape[1]), value=ROOT).tolist()
         if self.twin is not None and self.pass_width is not None:
-            return self.twin.packed_pass(self.cache, tokens, rows, counts, self.pass_width)
-        return target_pass(self.model, self.cache, tokens, rows=rows, attended=attended).flatten(0, 1)
+            return self.twin.packed_pass(self.cache, tokens, rows, counts, self.pass_width, parents=filled)
+        logits = target_pass(self.model, self.cache, tokens, rows=rows, attended=attended, parents=filled)
+        return logits.flatten(0, 1)
 
     def judge(self, draft: Draft, p: Scores) -> Verdict:
         """Greedy or sampling verification on the device; of rows that have ended it says nothing of use."""
         lengths = draft.lengths.to(p.flat.device)
         if not any(self.sampling):
-            return judge_greedy(draft.tokens, *p.favourites(), lengths)
+            return self.judge_greedy(draft, p, lengths)
         sampled = self.judge_sample(draft, p, lengths)
         if all(self.sampling):
             return sampled
-        return either(self.sampling, sampled, judge_greedy(draft.tokens, *p.favourites(), lengths))
+        return either(self.sampling, sampled, self.judge_greedy(draft, p, lengths))
+
+    def judge_greedy(self, draft: Draft, p: Scores, lengths: Tensor) -> Verdict:
+        if draft.parents is None:
+            return judge_greedy(draft.tokens, *p.favourites(), lengths)
+        return judge_tree_greedy(draft.tokens, draft.parents, *p.favourites(), lengths)
 
     def judge_sample(self, draft: Draft, p: Scores, lengths: Tensor) -> Verdict:
         """The rows that still grow and sample draw; the others cost nothing, and use up no random numbers."""
@@ -349,36 +361,58 @@ class Run:
         generators = None if self.generators is None else [self.generators[b] for b in rows]
         law = p.flat[p.where[rows]].float().softmax(dim=-1)
         counts = draft.lengths[rows].tolist()
-        verdict = judge_sample(draft.tokens[rows], q, law, lengths[rows], generators, counts)
-        parts = (verdict.num_accepted, verdict.next_token, verdict.invalid)
-        return Verdict(*[for_all_rows(part, rows, len(self.rows)) for part in parts])
+        if draft.parents is None:
+            verdict = judge_sample(draft.tokens[rows], q, law, lengths[rows], generators, counts)
+        else:
+            guesses = (draft.tokens[rows], draft.parents[rows])
+            verdict = judge_tree_sample(*guesses, q, law, lengths[rows], generators, counts)
+        return spread(verdict, rows, len(self.rows))
 
     def commit(self, draft: Draft, verdict: Verdict, p: Scores) -> list[Round]:
         """Bring the verdict to the host, in the round's one copy, and write what stands."""
-        columns = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid]
-        host = torch.cat(columns, dim=1).cpu()
+        path = draft.tokens[:, :0] if verdict.path is None else verdict.path
+        columns = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid, path]
         k = draft.tokens.shape[1]
-        self.refuse(host[:, 2 + k :])
-        guesses = [row[:n] for row, n in zip(host[:, 2 : 2 + k].tolist(), draft.lengths.tolist())]
+        accepted, following, tokens, invalid, path = (
+            torch.cat(columns, 1).cpu().split([1, 1, k, k + 1, path.shape[1]], 1)
+        )
+        self.refuse(invalid)
+        counts, accepted, following = draft.lengths.tolist(), accepted.flatten().tolist(), following.flatten().tolist()
+        guesses = [row[:n] for row, n in zip(tokens.tolist(), counts)]
+        trees = None
+        if draft.parents is not None:
+            above = [row[:n] for row, n in zip(draft.parents.tolist(), counts)]
+            trees = [(parents, row[:n]) for parents, row, n in zip(above, path.tolist(), accepted)]
         scores = p.table() if self.config.return_dict_in_generate and self.config.output_scores else None
-        return explained(self.rows.commit(guesses, host[:, 0].tolist(), host[:, 1].tolist(), scores), draft)
+        return explained(self.rows.commit(guesses, accepted, following, scores, trees), draft)
 
     def refuse(self, invalid: Tensor) -> None:
         """Raise if a row that still grows has scores that decide nothing."""
         raise_for_nan(invalid, self.rows.active)
 
-    def kept(self, rounds: list[Round]) -> Tensor:
-        """Tokens each row has grown by, LongTensor [B]."""
-        kept = torch.zeros(len(self.rows), dtype=torch.long)
+    def roll_back(self, before: Tensor, rounds: list[Round]) -> None:
+        """Keep of the pass the entries of what it wrote: all that each row now holds but its newest token."""
+        kept: list[list[int]] = [[] for _ in range(len(self.rows))]
+        for r in rounds:
+            kept[r.row] = r.places
+        self.cache.keep(before, kept)
+
+    def inform(self, drafter: Drafter, rounds: list[Round], logits: Scores) -> None:
+        """Tell the drafter what became of its guesses, and what the target had in mind at the newest tokens."""
+        growing = [r for r in rounds if not self.rows.finished[r.row]]
+        if logits.hidden is not None and growing:
+            rows, last = [r.row for r in growing], [r.places[-1] for r in growing]
+            drafter.look(logits.hidden[logits.where[rows, last]], rows)
+        kept = [0] * len(self.rows)
         for r in rounds:
             kept[r.row] = len(r.emitted)
-        return kept
+        drafter.observe(self.rows, kept)
 
     def tell(self, rounds: list[Round], draft: Draft, logits: Scores, p: Scores) -> None:
         """Hand the round to the listeners, with p and q if they were asked for."""
         if self.config.return_dict_in_generate and self.config.output_logits:
             for r in rounds:
-                self.raw_logits[r.row].extend(logits.of_row(r.row, len(r.emitted)).float())
+                self.raw_logits[r.row].extend(logits.at(r.row, r.places).float())
         if self.keep_probs:
             rounds = [with_probs(r, draft, p) for r in rounds]
         for listener in self.listeners:
@@ -412,7 +446,15 @@ def either(sampling: list[bool], sampled: Verdict, greedy: Verdict) -> Verdict:
         num_accepted=torch.where(first, sampled.num_accepted, greedy.num_accepted),
         next_token=torch.where(first, sampled.next_token, greedy.next_token),
         invalid=torch.where(first[:, None], sampled.invalid, greedy.invalid),
+        path=None if sampled.path is None else torch.where(first[:, None], sampled.path, greedy.path),  # type: ignore[arg-type]
     )
+
+
+def spread(verdict: Verdict, rows: list[int], batch_size: int) -> Verdict:
+    """The verdict over these rows as one over all of them."""
+    parts = (verdict.num_accepted, verdict.next_token, verdict.invalid)
+    path = None if verdict.path is None else for_all_rows(verdict.path, rows, batch_size)
+    return replace(Verdict(*[for_all_rows(part, rows, batch_size) for part in parts]), path=path)
 
 
 def explained(rounds: list[Round], draft: Draft) -> list[Round]:

@@ -8,6 +8,7 @@ plain decoding would show it: the row so far plus the guesses before that place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from specnb.scores import Scores
+from specnb.trees import paths_of
 
 if TYPE_CHECKING:
     from specnb.preparation import Request
@@ -43,12 +45,15 @@ class Processors:
         self.one_call = self.context_free and all(processors is lists[0] for processors in lists)
         self.first = lists[0]
 
-    def __call__(self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Scores) -> Scores:
+    def __call__(
+        self, rows: Rows, drafted: Tensor, lengths: Tensor, logits: Scores, parents: Tensor | None = None
+    ) -> Scores:
         """The target's p at every place of the round, as scores.
 
         Args:
             drafted: LongTensor [B, K], the guesses; ``lengths`` [B], on the CPU, of them count.
-            logits: place t of a row follows its context and its first t guesses.
+            logits: place t of a row follows its context and its first t guesses; with ``parents`` [B, K], on the CPU,
+                its context and node t - 1 of its tree with that node's ancestors.
 
         Returns:
             the scores, float32 where a processor ran.
@@ -57,12 +62,26 @@ class Processors:
             return logits
         scores = logits.flat.to(torch.float32, copy=True)
         if self.one_call:
-            return Scores(self._all_at_once(scores), logits.where)
+            return replace(logits, flat=self._all_at_once(scores))
         for b in rows.active:
             places = int(lengths[b]) + 1
             here = logits.where[b, :places]
-            scores[here] = self.score(rows, b, drafted[b, : places - 1], scores[here])
-        return Scores(scores, logits.where)
+            guesses = drafted[b, : places - 1]
+            if parents is None:
+                scores[here] = self.score(rows, b, guesses, scores[here])
+            else:
+                scores[here] = self.score_tree(rows, b, guesses, scores[here], parents[b, : places - 1].tolist())
+        return replace(logits, flat=scores)
+
+    def score_tree(self, rows: Rows, b: int, guesses: Tensor, scores: Tensor, parents: list[int]) -> Tensor:
+        """Process scores [N + 1, V] of row b, each after the path that leads to its node."""
+        if self.context_free:
+            return self.score(rows, b, guesses, scores)
+        processed, paths = [], paths_of(parents)
+        for t in range(len(scores)):
+            path = guesses[paths[t]]
+            processed.append(self.score(rows, b, path, scores[t, None], first=len(path)))
+        return torch.cat(processed)
 
     def _all_at_once(self, scores: Tensor) -> Tensor:
         """Scores [N, V] through context-free processors; the tokens they are shown do not matter."""

@@ -24,12 +24,14 @@ class Round:
         drafted: the token ids proposed.
         num_accepted: how many of them were accepted and written.
         next_token: the correction or bonus token written after them; None if the row ended before it.
-        is_bonus: True if all proposals passed, so that ``next_token`` came for free.
+        is_bonus: True if all proposals passed (of a tree, down to a leaf), so that ``next_token`` came for free.
         planned: the draft length the drafter chose for this round, if it is one that chooses (`specnb.Adaptive`).
         kind: what sort of guess it was, if the drafter tells (`Draft.kinds`): the length of the suffix that prompt
             lookup has found, say, or which part of a cascade has drafted.
         p: target distribution [k+1, V] at the round's places, with ``return_trace="probs"``.
         q: draft distribution [k, V], with ``return_trace="probs"``, if the drafter has one.
+        parents: for a tree of proposals, of each node the number of its parent, -1 for the root; None for a chain.
+        path: for a tree the numbers of the accepted nodes; None for a chain, where they are the first ones.
     """
 
     row: int
@@ -41,12 +43,24 @@ class Round:
     kind: Hashable = field(default=None, compare=False)
     p: Tensor | None = field(default=None, repr=False, compare=False)
     q: Tensor | None = field(default=None, repr=False, compare=False)
+    parents: list[int] | None = None
+    path: list[int] | None = None
+
+    @property
+    def accepted(self) -> list[int]:
+        """The proposals that were written, by number: the first ones, or a tree's path."""
+        return list(range(self.num_accepted)) if self.path is None else self.path
+
+    @property
+    def places(self) -> list[int]:
+        """Of each token this round wrote the place it was decided at: 0, then one more than the proposal before it."""
+        return [0, *(node + 1 for node in self.accepted)][: len(self.emitted)]
 
     @property
     def emitted(self) -> list[int]:
         """The tokens this round wrote."""
         tail = [] if self.next_token is None else [self.next_token]
-        return self.drafted[: self.num_accepted] + tail
+        return [self.drafted[node] for node in self.accepted] + tail
 
     @property
     def rejected(self) -> bool:

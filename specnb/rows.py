@@ -7,6 +7,8 @@ stop strings, custom criteria and ``max_new_tokens`` all cut at the same place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,7 +86,12 @@ class Rows:
         return filled
 
     def commit(
-        self, drafts: list[list[int]], accepted: list[int], following: list[int], scores: Tensor | None = None
+        self,
+        drafts: list[list[int]],
+        accepted: list[int],
+        following: list[int],
+        scores: Tensor | None = None,
+        trees: Sequence[tuple[list[int], list[int]]] | None = None,
     ) -> list[Round]:
         """Write each active row's accepted guesses and the token after them, up to where the row ends.
 
@@ -93,28 +100,33 @@ class Rows:
             accepted: how many of them the verdict lets stand.
             following: the correction or bonus token of each row.
             scores: [B, K+1, V], kept for every committed token if given (custom stop rules may look at them).
+            trees: for trees of guesses, of each row the parents and the path that stands.
         """
-        rows = [(b, None if scores is None else scores[b]) for b in self.active]
-        return [self._commit_row(b, drafts[b], accepted[b], following[b], row_scores) for b, row_scores in rows]
+        rounds = []
+        for b in self.active:
+            r = Round(b, drafts[b], accepted[b], following[b], is_bonus=accepted[b] == len(drafts[b]))
+            if trees is not None:
+                parents, path = trees[b]
+                at_leaf = (path[-1] if path else -1) not in parents
+                r = replace(r, parents=parents, path=path, is_bonus=at_leaf)
+            rounds.append(self._commit_row(r, None if scores is None else scores[b]))
+        return rounds
 
-    def _commit_row(self, b: int, guesses: list[int], accepted: int, following: int, scores: Tensor | None) -> Round:
-        kept = 0
-        for token in [*guesses[:accepted], following]:
+    def _commit_row(self, verdict: Round, scores: Tensor | None) -> Round:
+        """Write what the verdict lets stand; returns it as far as the row went."""
+        b, kept = verdict.row, 0
+        for place, token in zip(verdict.places, verdict.emitted):
             self._append(b, token)
             if scores is not None:
-                self.chosen_from[b].append(scores[kept].float())
+                self.chosen_from[b].append(scores[place].float())
             kept += 1
             if self._has_ended(b):
                 self.finished[b] = True
                 break
-        complete = kept == accepted + 1
-        return Round(
-            row=b,
-            drafted=guesses,
-            num_accepted=min(kept, accepted),
-            next_token=following if complete else None,
-            is_bonus=complete and accepted == len(guesses),
-        )
+        if kept == verdict.num_accepted + 1:
+            return verdict
+        path = None if verdict.path is None else verdict.path[:kept]
+        return replace(verdict, num_accepted=kept, next_token=None, is_bonus=False, path=path)
 
     def _append(self, b: int, token: int) -> None:
         n = len(self._tokens[b])

@@ -6,6 +6,7 @@ megabytes; here are only the positions that were computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,12 @@ class Scores:
         flat: [N, V], one line for every position of the pass.
         where: LongTensor [B, K + 1] on the same device: the line of each row's place. For places a row does not use,
             any line.
+        hidden: [N, H], what went into the output head, if somebody wants to know.
     """
 
     flat: Tensor
     where: Tensor
+    hidden: Tensor | None = None
 
     @classmethod
     def of_pass(cls, flat: Tensor, rows: list[int], counts: list[int], batch_size: int, places: int) -> Scores:
@@ -39,6 +42,10 @@ class Scores:
     def table(self) -> Tensor:
         """[B, K + 1, V]; at places a row does not use, any scores."""
         return self.flat[self.where]
+
+    def at(self, b: int, places: Sequence[int]) -> Tensor:
+        """Row b's scores at these places, [n, V]."""
+        return self.flat[self.where[b, list(places)]]
 
     def of_row(self, b: int, places: int) -> Tensor:
         """Row b's scores at its first places, [places, V]."""

@@ -82,14 +82,19 @@ def verify_tree_greedy(
     """
     lengths = verification._checked_lengths(tokens, target_logits, lengths)
     check_parents(parents, tokens)
-    verdict = judge_tree_greedy(tokens, parents, target_logits, lengths)
+    found = verification.favourites(target_logits.flatten(0, 1))
+    best, choice = (part.view(target_logits.shape[:2]) for part in found)
+    verdict = judge_tree_greedy(tokens, parents, best, choice, lengths)
     verification.raise_for_nan(verdict.invalid)
     return verdict
 
 
-def judge_tree_greedy(tokens: Tensor, parents: Tensor, target_logits: Tensor, lengths: Tensor) -> Verdict:
-    """`verify_tree_greedy` without its checks, and so without waiting for the device."""
-    best, choice = target_logits.max(dim=-1)  # [B, N+1]
+def judge_tree_greedy(tokens: Tensor, parents: Tensor, best: Tensor, choice: Tensor, lengths: Tensor) -> Verdict:
+    """`verify_tree_greedy` without its checks, and so without waiting for the device: what the loop calls.
+
+    Args:
+        best, choice: [B, N+1], the highest score of each place (NaN if one is) and the token that has it.
+    """
     walk = _Walk(tokens, parents, lengths)
     for i in range(tokens.shape[1]):
         here = choice.gather(1, walk.place[:, None]).squeeze(1)
@@ -151,13 +156,18 @@ def judge_tree_sample(
     target_probs: Tensor,
     lengths: Tensor,
     generator: Generators,
+    counts: Sequence[int] | None = None,
 ) -> Verdict:
-    """`verify_tree_sample` without its checks, and so without waiting for the device."""
+    """`verify_tree_sample` without its checks, and so without waiting for the device: what the loop calls.
+
+    Args:
+        counts: the lengths once more, on the host, where there is one generator per row.
+    """
     p = verification._exact(target_probs)
     used = verification._in_use(p, lengths)[:, 1:]  # [B, N]
     tokens = tokens.where(used, 0)
     walk = _Walk(tokens, parents, lengths)
-    r = verification.uniform(tokens.shape, p, generator, lengths)
+    r = verification.uniform(tokens.shape, p, generator, lengths if counts is None else counts)
     left = p[:, 0]  # of the law at the row's place, after the children tried so far
     for i in range(tokens.shape[1]):
         x = tokens[:, i, None]
@@ -237,6 +247,14 @@ def merged(paths: Sequence[Sequence[int]], limit: int) -> tuple[list[int], list[
                 parents.append(node)
             node = known[node, token]
     return tokens, parents
+
+
+def paths_of(parents: Sequence[int]) -> list[list[int]]:
+    """The nodes that lead to each place of a tree: to the root none, to node i its ancestors and itself."""
+    paths: list[list[int]] = [[]]
+    for node, parent in enumerate(parents):
+        paths.append([*paths[parent + 1], node])
+    return paths
 
 
 def path_of(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:

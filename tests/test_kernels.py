@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from specnb import kernels
+from specnb.cache import sight
 from specnb.compiled import PackedLinear
 
 pytestmark = pytest.mark.skipif(kernels.compiler() is None, reason="no C++ compiler")
@@ -107,9 +109,10 @@ def test_linear_refuses_another_dtype(dtype):
 
 
 def places_of(lengths, rows, t):
-    """[R, 1, T, 2]: T tokens after so many in each row, and the row's number."""
+    """[R, 1, T, 4]: T tokens after so many in each row, the row's number, and what they see: all up to themselves."""
     slots = torch.tensor(lengths)[:, None] + torch.arange(t)
-    return torch.stack([slots, torch.tensor(rows)[:, None].expand_as(slots)], dim=-1)[:, None]
+    rows = torch.tensor(rows)[:, None].expand_as(slots)
+    return torch.stack([slots, rows, slots + 1, torch.zeros_like(slots)], dim=-1)[:, None]
 
 
 def oracle(q, keys, values, places, scale, window):
@@ -118,13 +121,18 @@ def oracle(q, keys, values, places, scale, window):
     out = []
     for query, tokens_places in zip(q.double(), places.flatten(1, -2).tolist()):
         tokens = []
-        for t, (slot, row) in enumerate(tokens_places):
+        for t, (_, row, before, bits) in enumerate(tokens_places):
             k, v = (x[row].double().repeat_interleave(group, dim=0) for x in (keys, values))
-            seen = slice(max(0, slot - window + 1) if window else 0, slot + 1)
+            seen = [*range(before), *(before + i for i in range(64) if bits >> i & 1)][-window if window else 0 :]
             weights = (torch.einsum("hd,hsd->hs", query[:, t], k[:, seen]) * scale).softmax(dim=-1)
             tokens.append(torch.einsum("hs,hsd->hd", weights, v[:, seen]))
         out.append(torch.stack(tokens))
     return torch.stack(out)
+
+
+def tree_places(length, row, parents):
+    bits, _ = sight(tuple(parents))
+    return torch.tensor([[length + t, row, length, seen] for t, seen in enumerate(bits)])[None, None]
 
 
 def attend(q, keys, values, places, scale=0.3, window=0):
@@ -168,6 +176,20 @@ def test_attention_with_scores_of_any_size(scale, dtype):
     """Huge ones become one slot, tiny ones and equal ones a mean."""
     q, keys = normal(1, 2, 4, 8, dtype=dtype), normal(1, 2, 40, 8, dtype=dtype, seed=1)
     check_attention(q, keys, normal(1, 2, 40, 8, dtype=dtype, seed=2), places_of([33], [0], 4), scale)
+
+
+@pytest.mark.parametrize("window", [0, 3, 9])
+def test_attention_over_trees(dtype, window):
+    """Wide ones and deep ones, of up to 62 nodes, beside a chain; the window counts ancestors, not slots."""
+    order = random.Random(0)
+    keys, values = normal(3, 2, 90, 16, dtype=dtype), normal(3, 2, 90, 16, dtype=dtype, seed=1)
+    for n in (0, 1, 5, 33, 62):
+        trees = [[order.randrange(-1, i) for i in range(n)], list(range(-1, n - 1))]
+        places = torch.cat([tree_places(7, 2, trees[0]), tree_places(20, 0, trees[1]), places_of([11], [1], 3)], dim=2)
+        q = normal(1, 4, places.shape[2], 16, dtype=dtype, seed=n)
+        check_attention(q, keys, values, places, window=window)
+        chain = attend(q[:, :, n + 1 : -3], keys, values, places_of([20], [0], n + 1), window=window)
+        assert torch.equal(attend(q, keys, values, places, window=window)[:, n + 1 : -3], chain)
 
 
 def test_attention_with_scores_far_from_zero():

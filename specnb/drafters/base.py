@@ -39,6 +39,8 @@ class Draft:
         planned: the limit the drafter set itself for each row, for the trace; None if it did not choose one.
         kinds: for each row what sort of guess it is, such as the length of a matched n-gram, or a short name: guesses
             of one kind should be about equally good. None if the drafter cannot tell them apart.
+        parents: LongTensor [B, K] on the CPU for a tree of guesses: of each node the number of its parent, an earlier
+            node, or -1 where it follows the row's newest token. None: a chain, each guess follows the one before.
     """
 
     tokens: Tensor
@@ -46,6 +48,7 @@ class Draft:
     probs: Tensor | None = None
     planned: Sequence[int] | None = None
     kinds: Sequence[Hashable] | None = None
+    parents: Tensor | None = None
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Draft:
@@ -55,8 +58,17 @@ class Draft:
         tokens = torch.tensor(padded, dtype=torch.long).reshape(len(rows), max(lengths))
         return cls(tokens, torch.tensor(lengths))
 
+    @classmethod
+    def from_trees(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Draft:
+        """A deterministic draft from tokens and parents of each row's tree; both empty for a row without a guess."""
+        chains = cls.from_lists([tokens for tokens, _ in rows])
+        parents = cls.from_lists([above for _, above in rows]).tokens
+        if parents.shape != chains.tokens.shape or any(len(tokens) != len(above) for tokens, above in rows):
+            raise ValueError("Each node of a tree has a token and a parent: the two lists of a row differ in length.")
+        return replace(chains, parents=parents)
+
     def to(self, device: torch.device) -> Draft:
-        """The same draft with its tensors on the device; the lengths stay on the CPU."""
+        """The same draft with its tensors on the device; lengths and parents stay on the CPU."""
         probs = None if self.probs is None else self.probs.to(device)
         return replace(self, tokens=self.tokens.to(device), probs=probs)
 
@@ -121,8 +133,16 @@ class Drafter:
     drafter that only has `propose` needs to know nothing of it; one that keeps something for each row overrides these.
 
     Args:
-        num_draft_tokens: k, the most tokens guessed per row and round; at least 1.
+        num_draft_tokens: k, the most tokens guessed per row and round, of a tree all nodes; at least 1.
+
+    Attributes:
+        trees: whether drafts may be trees. Then a limit counts nodes, and is not cut where a row has less room left
+            than k: a tree is wider than it is deep.
+        needs_hidden: whether `look` wants to be told the target's hidden states.
     """
+
+    trees = False
+    needs_hidden = False
 
     def __init__(self, num_draft_tokens: int) -> None:
         if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 1:
@@ -165,6 +185,12 @@ class Drafter:
     def propose(self, context: list[int], limit: int) -> list[int]:
         """Guess up to ``limit`` tokens that follow ``context``."""
         raise NotImplementedError(f"{type(self).__name__} must define propose(context, limit) or draft(rows, limits).")
+
+    def look(self, hidden: Tensor, rows: Sequence[int]) -> None:
+        """What went into the target's output head, [R, H], where it predicted the newest token of each of these rows.
+
+        Called after each round and before `observe`, for the rows that still grow, if ``needs_hidden``.
+        """
 
     def observe(self, rows: Rows, kept: list[int]) -> None:
         """The round is decided: row b has grown by ``kept[b]`` tokens. Roll back what was guessed in vain."""

@@ -157,8 +157,9 @@ def _ragged_attention(
 ) -> Tensor:
     """q [R, H, T, D], whose tokens lie at ``places`` of a cache [B, H_kv, capacity, D].
 
-    Places are [R, …, T, 2]: of each token the slot, then the number of the row. A token sees the slots of its row up to
-    its own; with a ``window`` > 0, the last ``window`` of them. Returns [R, T, H, D].
+    Places are [R, …, T, 4]: of each token the slot, the number of the row, and what it sees (`RaggedCache.places`): the
+    slots before the third number, and of those after them the ones whose bit is set in the fourth. With a
+    ``window`` > 0, the last ``window`` of them. Returns [R, T, H, D].
     """
     _check_dtype(q, keys)
     q, places = q.contiguous(), places.contiguous()
@@ -175,7 +176,7 @@ def _ragged_attention(
 
 
 def _ragged_store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, places: Tensor) -> None:
-    """Write key and value [R, H, T, D] to their places [R, …, T, 2] in a cache [B, H, capacity, D]."""
+    """Write key and value [R, H, T, D] to their places [R, …, T, 4] in a cache [B, H, capacity, D]."""
     places = places.contiguous()
     for fresh, buffer in ((key, keys), (value, values)):
         _check_dtype(fresh, buffer)

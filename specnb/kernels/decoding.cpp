@@ -163,9 +163,13 @@ static inline Floats exp_of(Floats x) {
     return (Floats)((Words)(e * (Floats)power) & (Words)seen);
 }
 
-// A token's slot in the cache, and the row of the cache it belongs to.
+// A token's slot in the cache, the row of the cache it belongs to, and what it sees there: all slots before `before`, and
+// slot before + i where bit i is set. In a chain that is before = slot + 1 and no bit; in a tree the bits are the token's
+// ancestors since the root, in the order of their positions, and itself.
 struct Place {
-    int64_t slot, row;
+    int64_t slot, row, before;
+    uint64_t ahead;
+    int position() const { return int(before) + __builtin_popcountll(ahead) - 1; }
 };
 
 // Attention of T neighbours that belong to one row of the cache. The T queries of all heads that share a key/value head
@@ -217,25 +221,51 @@ void score(const typename T::Value *keys, const typename T::Value *values, const
     }
 }
 
+// What 16 columns see: slots first … before - 1, and those whose bit is set.
+struct Sight {
+    Ints first = {}, before = {};
+    Words low = {}, high = {};
+    int trees; // the first slot that bits are about
+
+    Sight(const Place *places, const Shape &s, int column) : trees(s.seen) {
+        for (int i = 0; i < HALF && column + i < s.columns; i++) {
+            const Place &place = places[(column + i) % s.T];
+            const int position = place.position();
+            uint64_t ahead = place.ahead;
+            before[i] = int(place.before);
+            first[i] = s.window && position >= s.window ? position - s.window + 1 : 0;
+            for (int seen = __builtin_popcountll(ahead); s.window && seen > s.window; seen--)
+                ahead &= ahead - 1; // the oldest ancestor
+            low[i] = uint32_t(ahead), high[i] = uint32_t(ahead >> 32);
+            trees = ahead ? least(trees, before[i]) : trees;
+        }
+    }
+    Ints operator()(int j) const {
+        const Ints plain = (j >= first) & (j < before);
+        if (j < trees)
+            return plain;
+        const Ints bit = j - before;
+        const Words shift = (Words)(bit & 31);
+        const Ints set = -(Ints)((((bit < 32) ? low : high) >> shift) & 1);
+        return plain | ((bit >= 0) & (bit < 64) & set);
+    }
+};
+
 // 16 columns of scores become weights: they sum to 1 over the slots a column sees, and are 0 elsewhere. A column that sees
 // a NaN, or an infinity on top, is all NaN, as in the quotient it stands for.
 static void softmax(float *scores, const Place *places, const Shape &s, int column) {
-    Ints first = {}, last = {};
-    for (int i = 0; i < HALF; i++) {
-        last[i] = column + i < s.columns ? int(places[(column + i) % s.T].slot) : -1;
-        first[i] = s.window && last[i] >= s.window ? last[i] - s.window + 1 : 0;
-    }
+    const Sight sees(places, s, column);
     Floats most = Floats{} - INFINITY, total = {}, at;
     for (int j = 0; j < s.seen; j++) {
         std::memcpy(&at, scores + (long)j * s.lead + column, sizeof at);
-        const Ints better = (at > most) & (j >= first) & (j <= last);
+        const Ints better = (at > most) & sees(j);
         most = (Floats)(((Words)at & (Words)better) | ((Words)most & ~(Words)better));
     }
     for (int j = 0; j < s.seen; j++) {
         std::memcpy(&at, scores + (long)j * s.lead + column, sizeof at);
         at -= most;
         const Words bad = (Words)(at != at); // all bits set are a NaN
-        at = (Floats)(((Words)exp_of(at) | bad) & (Words)((j >= first) & (j <= last)));
+        at = (Floats)(((Words)exp_of(at) | bad) & (Words)sees(j));
         total += at;
         std::memcpy(scores + (long)j * s.lead + column, &at, sizeof at);
     }
