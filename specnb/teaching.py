@@ -25,6 +25,7 @@ from specnb.drafters.hints import hinted
 from specnb.prefill import CHUNK
 from specnb.progress import Progress
 from specnb.report import Round
+from specnb.workloads import Prompt, encode
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +133,55 @@ def _lesson(job: Job, notes: Notes) -> Lesson:
     ids, logp = zip(*notes.of.pop(job.number))
     tokens = torch.tensor(list(job.prompt) + job.tokens)
     return Lesson(tokens, len(job.prompt), torch.cat(ids).long(), torch.cat(logp).float())
+
+
+def answers_or_lessons(
+    target: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt | str | Sequence[int]] | None,
+    made: Sequence[Lesson] | None,
+    seed: int,
+    progress: bool,
+    options: dict[str, Any],
+) -> Sequence[Lesson]:
+    """What to learn from: lessons that were made before, or the target's answers to prompts.
+
+    Raises:
+        ValueError, TypeError: unless it is one of the two.
+    """
+    if (prompts is None) == (made is None):
+        raise ValueError("Give either prompts, which the target will answer, or lessons, which it has answered.")
+    if made is None:
+        ids = [token_ids(prompt, tokenizer) for prompt in prompts or ()]
+        return list(lessons(target, ids, **{"seed": seed, "progress": progress, **options}))
+    if options:
+        raise TypeError(f"{next(iter(options))}: the lessons are answered already; leave it out.")
+    return made
+
+
+def token_ids(prompt: Prompt | str | Sequence[int], tokenizer: Any) -> list[int]:
+    if not isinstance(prompt, Prompt | str):
+        return list(prompt)
+    if tokenizer is None:
+        raise TypeError("Prompts given as text need the target's tokenizer: (target, tokenizer, prompts).")
+    return encode(tokenizer, prompt)[0].tolist()
+
+
+def split(lessons: Sequence[Lesson], held_out: int | Sequence[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
+    """Lessons to learn from, and lessons to measure with."""
+    if not isinstance(held_out, int):
+        return list(lessons), list(held_out)
+    if not 0 < held_out < len(lessons):
+        raise ValueError(f"held_out must leave some of the {len(lessons)} lessons to learn from, got {held_out}.")
+    return list(lessons[:-held_out]), list(lessons[-held_out:])
+
+
+def favourites(lessons: Sequence[Lesson], count: int, vocab_size: int) -> Tensor:
+    """The tokens with the most probability in the lessons, LongTensor [≤ count], in the order of their ids."""
+    mass = torch.zeros(vocab_size, dtype=torch.float64)
+    for lesson in lessons:
+        mass.index_add_(0, lesson.ids.flatten(), lesson.logp.double().exp().flatten())
+    return mass.topk(min(count, int((mass > 0).sum()))).indices.sort().values
 
 
 class Silent:

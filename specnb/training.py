@@ -14,7 +14,6 @@ to be accepted, Zhou et al. 2023 (DistillSpec, arXiv 2310.08461). Derived in not
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,21 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import compat
 from specnb.drafters.hints import decoded
 from specnb.drafters.small_model import own_parameters, save_small_model, small_model
-from specnb.progress import Progress
-from specnb.teaching import Lesson, Silent
-from specnb.teaching import lessons as answered
-from specnb.workloads import Prompt, encode
-
-STATE = "training.safetensors"
-
+from specnb.teaching import Lesson, answers_or_lessons, favourites, split
+from specnb.trainer import TrainingLoop
+from specnb.workloads import Prompt
 
 # --- how far q is from p ---
 # Both are laws over a lesson's favourites and one outcome more, "any other token" (in the last column).
@@ -188,14 +181,7 @@ def distill_draft(
     """
     if loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, LOSSES))}, got {loss!r}.")
-    if (prompts is None) == (lessons is None):
-        raise ValueError("Give either prompts, which the target will answer, or lessons, which it has answered.")
-    if lessons is None:
-        ids = [token_ids(prompt, tokenizer) for prompt in prompts or ()]
-        options = {"seed": seed, "progress": progress, **answer_kwargs}
-        lessons = list(answered(target, ids, **options))
-    elif answer_kwargs:
-        raise TypeError(f"{next(iter(answer_kwargs))}: the lessons are answered already; leave it out.")
+    lessons = answers_or_lessons(target, tokenizer, prompts, lessons, seed, progress, answer_kwargs)
     learnt, kept = split(lessons, held_out)
     settings: dict[str, Any] = dict(
         layers=list(layers if start is None else start.config.grown_from), started=start is not None,
@@ -215,31 +201,6 @@ def take_over(draft: PreTrainedModel, start: PreTrainedModel) -> None:
     with torch.no_grad():
         for parameter, before in zip(own_parameters(draft).values(), own_parameters(start).values(), strict=True):
             parameter.copy_(before)
-
-
-def token_ids(prompt: Prompt | str | Sequence[int], tokenizer: Any) -> list[int]:
-    if not isinstance(prompt, Prompt | str):
-        return list(prompt)
-    if tokenizer is None:
-        raise TypeError("Prompts given as text need the target's tokenizer: distill_draft(target, tokenizer, prompts).")
-    return encode(tokenizer, prompt)[0].tolist()
-
-
-def split(lessons: Sequence[Lesson], held_out: int | Sequence[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
-    """Lessons to learn from, and lessons to measure with."""
-    if not isinstance(held_out, int):
-        return list(lessons), list(held_out)
-    if not 0 < held_out < len(lessons):
-        raise ValueError(f"held_out must leave some of the {len(lessons)} lessons to learn from, got {held_out}.")
-    return list(lessons[:-held_out]), list(lessons[-held_out:])
-
-
-def favourites(lessons: Sequence[Lesson], count: int, vocab_size: int) -> Tensor:
-    """The tokens with the most probability in the lessons, LongTensor [≤ count], in the order of their ids."""
-    mass = torch.zeros(vocab_size, dtype=torch.float64)
-    for lesson in lessons:
-        mass.index_add_(0, lesson.ids.flatten(), lesson.logp.double().exp().flatten())
-    return mass.topk(min(count, int((mass > 0).sum()))).indices.sort().values
 
 
 # --- batches ---
@@ -286,58 +247,26 @@ def batches(lessons: Sequence[Lesson], batch_tokens: int, seed: int) -> list[lis
 # --- training ---
 
 
-class Trainer:
-    """AdamW over batches of lessons; its state can be saved at any step and gone on with, bit for bit."""
+class Trainer(TrainingLoop[Score]):
+    """Trains a draft on batches of lessons."""
+
+    label, score_type = "distilling", Score
 
     def __init__(
         self, draft: PreTrainedModel, learnt: list[Lesson], kept: list[Lesson], settings: dict[str, Any],
         folder: str | os.PathLike[str] | None, save_every: int, scores: int, callback: Callable[[Score], Any] | None,
     ) -> None:  # fmt: skip
         self.draft, self.learnt, self.kept, self.settings = draft, learnt, kept, settings
-        self.path = None if folder is None else Path(folder) / STATE
-        self.save_every, self.callback = save_every, callback
-        self.own = own_parameters(draft)
-        for parameter in self.own.values():
-            parameter.requires_grad_(True)
-        rate = settings["learning_rate"]
-        self.optimizer = torch.optim.AdamW(self.own.values(), rate, betas=(0.9, 0.95), weight_decay=0.01)
         self.column = columns_of(draft)
         self.epoch: tuple[int, list[list[int]]] = (-1, [])
         self.each = len(self.groups(0))  # steps of an epoch; later ones may have a batch more or less
-        self.steps = max(1, round(settings["epochs"] * self.each))
-        self.score_every = max(1, self.steps // scores)
-        self.step = self.tokens = 0
-        self.losses: list[float] = []
-        self.history: list[Score] = []
+        steps = max(1, round(settings["epochs"] * self.each))
+        super().__init__(own_parameters(draft), settings, steps, folder, save_every, scores, callback)
 
-    def run(self, progress: bool = True) -> None:
-        """Train to the end, from the beginning or from the state that was saved."""
-        self.resume()
-        if not self.history:
-            self.score()
-        with Progress("distilling", self.steps, "steps") if progress else Silent() as bar:
-            while self.step < self.steps:
-                self.one_step()
-                bar.update(self.step)
-                if self.step % self.score_every == 0 or self.step == self.steps:
-                    self.score()
-                if self.path is not None and (self.step % self.save_every == 0 or self.step == self.steps):
-                    self.save()
-        for parameter in self.own.values():
-            parameter.requires_grad_(False)
-
-    def one_step(self) -> None:
+    def next_loss(self) -> tuple[Tensor, int]:
         batch = Batch.of([self.learnt[i] for i in self.next_group()])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings["learning_rate"] * schedule(self.step, self.steps)
         p, logq = self.compare(batch)
-        loss = LOSSES[self.settings["loss"]](p, logq).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.own.values(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(float(loss.detach()))
-        self.step, self.tokens = self.step + 1, self.tokens + len(batch.ids)
+        return LOSSES[self.settings["loss"]](p, logq).mean(), len(batch.ids)
 
     def compare(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = answer_logits(self.draft, batch)
@@ -357,65 +286,12 @@ class Trainer:
             self.epoch = epoch, batches(self.learnt, self.settings["batch_tokens"], seed)
         return self.epoch[1]
 
-    def score(self) -> None:
-        """Measure the draft on the held-out lessons."""
-        loss = sum(self.losses) / len(self.losses) if self.losses else None
+    def measure(self, loss: float | None) -> Score:
+        """The draft on the held-out lessons."""
         hits = agreement(self.draft, self.kept)
         greedy = [h for h, lesson in zip(hits, self.kept) if lesson.is_greedy]
         alpha = float(torch.cat(hits).float().mean())
-        self.losses = []
-        self.history.append(Score(self.step, self.tokens, loss, alpha, tokens_per_pass(greedy, 4)))
-        if self.callback is not None:
-            self.callback(self.history[-1])
-
-    # --- the state in a file ---
-
-    def save(self) -> None:
-        assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: p.detach() for name, p in self.own.items()}
-        for name, p in self.own.items():
-            tensors |= {f"{key} {name}": value for key, value in self.optimizer.state[p].items()}
-        told = dict(settings=self.settings, step=self.step, tokens=self.tokens, losses=self.losses)
-        told["history"] = [asdict(score) for score in self.history]
-        unfinished = self.path.with_suffix(".part")
-        save_file({name: t.contiguous() for name, t in tensors.items()}, unfinished, {"state": json.dumps(told)})
-        unfinished.replace(self.path)
-
-    def resume(self) -> None:
-        """Go on where the saved state is, if there is one.
-
-        Raises:
-            ValueError: if it is of a run with other settings.
-        """
-        if self.path is None or not self.path.exists():
-            return
-        with safe_open(self.path, "pt") as file:
-            told = json.loads(file.metadata()["state"])
-            if told["settings"] != json.loads(json.dumps(self.settings)):
-                raise ValueError(_other_run(self.path, told["settings"], self.settings))
-            for name, parameter in self.own.items():
-                parameter.data.copy_(file.get_tensor(name))
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                self.optimizer.state[parameter] = {key: file.get_tensor(f"{key} {name}") for key in keys}
-        self.step, self.tokens, self.losses = told["step"], told["tokens"], told["losses"]
-        self.history = [Score(**score) for score in told["history"]]
-
-
-def _other_run(path: Path, before: dict[str, Any], now: dict[str, Any]) -> str:
-    name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
-    return (
-        f"{path} is the state of a run with {name} = {before.get(name)!r}, now it is {now.get(name)!r}. Go on with the "
-        "settings it was begun with, or take another folder."
-    )
-
-
-def schedule(step: int, steps: int) -> float:
-    """The learning rate's share of its largest: a rise over a twentieth of the steps, then a cosine down to 0."""
-    warm = max(1, steps // 20)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+        return Score(self.step, self.tokens, loss, alpha, tokens_per_pass(greedy, 4))
 
 
 def columns_of(draft: PreTrainedModel) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specnb
-from specnb import curriculum, recipe, teaching, training
+from specnb import curriculum, recipe, teaching, trainer, training
 from specnb.drafters import hints
 from specnb.drafters.small_model import load_small_model, own_parameters, save_small_model, small_model
 from specnb.resources import data_path
@@ -187,7 +187,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_for_bit(tmp_path, at, monkeypatch
     with pytest.raises(Stopped):
         distilled(folder=tmp_path, save_every=3)
     monkeypatch.setattr(training.Trainer, "one_step", original)
-    assert (tmp_path / training.STATE).exists() == (at >= 3)
+    assert (tmp_path / trainer.STATE).exists() == (at >= 3)
     resumed = distilled(folder=tmp_path, save_every=3)
     assert same_weights(whole.draft, resumed.draft)
     assert whole.history == resumed.history
@@ -261,8 +261,8 @@ def test_what_agreement_predicts_is_what_decoding_does(llama):
 
 @pytest.mark.parametrize("steps", [2, 7, 100])
 def test_the_learning_rate_rises_then_falls_to_nothing(steps):
-    rates = [training.schedule(step, steps) for step in range(steps)]
-    assert max(rates) == 1.0 and min(rates) > 0 and training.schedule(steps, steps) == pytest.approx(0, abs=1e-9)
+    rates = [trainer.schedule(step, steps) for step in range(steps)]
+    assert max(rates) == 1.0 and min(rates) > 0 and trainer.schedule(steps, steps) == pytest.approx(0, abs=1e-9)
 
 
 def test_batches_hold_every_lesson_once_and_are_not_too_wide():
@@ -375,9 +375,9 @@ def test_targets_whose_tokens_are_not_in_the_head_can_be_learnt(llama):
     """A favourite without a row of its own counts where it is hinted, and as "any other token" elsewhere."""
     rows = torch.arange(20)
     settings = dict(epochs=1, batch_tokens=99, learning_rate=1.0, seed=0)
-    trainer = training.Trainer(small_model(llama, [0], rows), lessons(), [], settings, None, 9, 9, None)
+    loop = training.Trainer(small_model(llama, [0], rows), lessons(), [], settings, None, 9, 9, None)
     batch = training.Batch.of(lessons())
-    p, _ = trainer.compare(batch)
+    p, _ = loop.compare(batch)
     has_row, hinted = torch.isin(batch.ids, rows), batch.ids == batch.hints[:, None]
     torch.testing.assert_close(p[:, :-1], batch.logp.exp() * (has_row | hinted))
     assert bool((hinted & ~has_row).any()) and not bool((hinted | has_row).all())
