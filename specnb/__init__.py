@@ -21,7 +21,19 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from specnb.decoding import decode, generate
     from specnb.diagnosis import Diagnosis
     from specnb.doctor import diagnose
-    from specnb.drafters import Cascade, Draft, Drafter, DraftModel, EarlyExit, PromptLookup, Scripted
+    from specnb.drafters import (
+        Cascade,
+        Draft,
+        Drafter,
+        DraftModel,
+        EarlyExit,
+        Medusa,
+        MedusaHeads,
+        PromptLookup,
+        Scripted,
+    )
+    from specnb.drafters.medusa import medusa_shape
+    from specnb.medusa_training import TrainedHeads, train_medusa
     from specnb.models import load_model
     from specnb.offline import generate_many
     from specnb.oracle import exact_law
@@ -69,7 +81,9 @@ _HOMES = {
     "decoding": "decode generate",
     "diagnosis": "Diagnosis",
     "doctor": "diagnose",
-    "drafters": "Cascade Draft Drafter DraftModel EarlyExit PromptLookup Scripted",
+    "drafters": "Cascade Draft Drafter DraftModel EarlyExit Medusa MedusaHeads PromptLookup Scripted",
+    "drafters.medusa": "medusa_shape",
+    "medusa_training": "TrainedHeads train_medusa",
     "models": "load_model",
     "offline": "generate_many",
     "oracle": "exact_law",

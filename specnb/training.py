@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from specnb import compat
 from specnb.drafters.hints import decoded
 from specnb.drafters.small_model import own_parameters, save_small_model, small_model
+from specnb.medusa_training import TrainedHeads, train_medusa  # noqa: F401 - heads are trained here, too
 from specnb.teaching import Lesson, answers_or_lessons, favourites, split
 from specnb.trainer import TrainingLoop
 from specnb.workloads import Prompt
