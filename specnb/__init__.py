@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
         Scripted,
     )
     from specnb.drafters.medusa import medusa_shape
+    from specnb.lossy import TypicalAcceptance
     from specnb.medusa_training import TrainedHeads, train_medusa
     from specnb.models import load_model
     from specnb.offline import generate_many
@@ -95,6 +96,7 @@ _HOMES = {
     "theory": "CostCurve batch_speedup best_draft_length break_even_alpha break_even_batch expected_tokens "
     "operations_factor speedup tokens_per_round_law",
     "training": "Distilled distill_draft",
+    "lossy": "TypicalAcceptance",
     "trees": "verify_tree_greedy verify_tree_sample",
     "verification": "Verdict emitted_distribution residual verify_greedy verify_sample",
     "workloads": "Prompt encode load_prompts",

@@ -81,6 +81,7 @@ class Adaptive(Drafter):
         checks.check_drafter(drafter)
         if drafter is None or isinstance(drafter, Adaptive):
             raise TypeError(f"Adaptive wraps a drafter that is not adaptive itself, got {drafter!r}.")
+        checks.check_chains(drafter, "Adaptive chooses the length of a chain")
         if costs is not None and not isinstance(costs, CostCurve):
             raise TypeError(f"costs must be a specnb.CostCurve or None, got {type(costs).__name__}.")
         if not callable(clock):

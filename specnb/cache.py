@@ -192,7 +192,7 @@ class RaggedCache(Cache):
         rows: Sequence[int] | None = None,
         parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Plan a pass of ``width`` new tokens per row, chains or trees: `target_pass`. Returns their slots [R, width]."""
+        """Plan a pass of ``width`` new tokens per row, chains or trees (`target_pass`); their slots, [R, width]."""
         if rows is not None and list(rows) == list(range(len(self.lengths))):
             rows = None
         lengths = self.lengths if rows is None else self.lengths[list(rows)]
@@ -339,12 +339,13 @@ def tree_mask(slots: Tensor, tree: Tensor, attended: int, window: int | None, dt
     seen = (tree[:, :, None] >> torch.arange(T, device=tree.device)) & 1  # [B, T, T]
     position = (slots[:, :1] + seen.sum(-1) - 1)[:, :, None]  # [B, T, 1]
     start = slots[:, :1, None]
-    key = torch.arange(attended, device=slots.device)
+    key = torch.arange(attended + T, device=slots.device)  # filler may lie behind what is attended to
     hidden = (key >= start).expand(-1, T, -1)
     if window is not None:
         seen = seen & (position.mT > position - window)
         hidden = hidden | (key <= position - window)
-    return _additive(hidden.scatter(2, slots[:, None].expand_as(seen), seen == 0)[:, None], dtype)
+    hidden = hidden.scatter(2, slots[:, None].expand_as(seen), seen == 0)
+    return _additive(hidden[:, None, :, :attended], dtype)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 from specnb import compat, trees
 from specnb.cache import MOST_NODES, RaggedCache, context_size, target_pass
 from specnb.drafters.base import Draft, Drafter
+from specnb.lossy import TypicalAcceptance
 
 # families whose every layer was compared with a fresh prefill in the test-suite; others are tried once before use
 TESTED_FAMILIES = frozenset(
@@ -198,6 +199,17 @@ def check_pass_width(pass_width: Any) -> None:
         raise ValueError(f"pass_width must be a whole number of at least 1 (positions per pass), got {pass_width!r}.")
 
 
+def check_lossy(lossy: Any, do_sample: Any) -> None:
+    if lossy is None:
+        return
+    if not isinstance(lossy, TypicalAcceptance):
+        raise TypeError(f"lossy must be a specnb.TypicalAcceptance or None, got {type(lossy).__name__}.")
+    if not do_sample:
+        raise ValueError(
+            "lossy: typical acceptance is a rule for sampling; greedy verification needs none. do_sample=True?"
+        )
+
+
 def check_compile(compile: Any) -> None:
     if not isinstance(compile, bool):
         raise TypeError(f"compile must be True or False, got {compile!r}.")
@@ -281,6 +293,15 @@ def check_drafter(drafter: Any) -> None:
         raise TypeError(
             f"drafter must be a specnb.Drafter or None, got {type(drafter).__name__}.{hint} "
             "A drafter of your own is a subclass of specnb.Drafter with propose(context, limit)."
+        )
+
+
+def check_chains(drafter: Drafter, reason: str) -> None:
+    """Raise for a drafter of trees, or one that lives on the target's hidden states, inside of another drafter."""
+    if drafter.trees or drafter.needs_hidden:
+        raise ValueError(
+            f"{reason}, and {type(drafter).__name__} drafts trees. Use it by itself; the tree that suits a machine is "
+            "found by specnb.trees.best_shape."
         )
 
 

@@ -23,6 +23,7 @@ from specnb import checks, compat
 from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, hearing, target_pass
 from specnb.compiled import Twin, compiled_run
 from specnb.drafters.base import Draft, Drafter, Session
+from specnb.lossy import TypicalAcceptance
 from specnb.prefill import prefill, same_bucket
 from specnb.preparation import Request, check_inputs, prepare, requests_of
 from specnb.processing import Processors, share_context_free
@@ -49,6 +50,7 @@ def generate(
     streamer: Any = None,
     cache: RaggedCache | None = None,
     return_cache: bool = False,
+    lossy: TypicalAcceptance | None = None,
     **generation_kwargs: Any,
 ) -> GenerateOutput:
     """Decode with guesses: the target's own text, in fewer target passes.
@@ -75,6 +77,8 @@ def generate(
             have in common at the beginning is not read again. It is used up, and continued in ``out.cache``. With
             ``pass_width`` only whole prefill chunks of its prompt are kept: the text stays the same bit for bit.
         return_cache: keep the cache in ``out.cache`` for the next call.
+        lossy: a rule that accepts more than is right, `specnb.TypicalAcceptance()`: faster when sampling, and no
+            longer the target's own distribution.
         **generation_kwargs: as for ``model.generate``: max_new_tokens, eos_token_id, stop_strings,
             repetition_penalty, generation_config, logits_processor, stopping_criteria, … Lengths count a row's own
             tokens, without padding; processors and criteria are called with one unpadded row at a time.
@@ -99,7 +103,7 @@ def generate(
     return decode_requests(
         model, input_ids, requests, drafter, tokenizer=tokenizer, pass_width=pass_width, compile=compile,
         streamer=streamer, return_trace=return_trace, seed=seed, show_prompt=True, cache=cache,
-        return_cache=return_cache,
+        return_cache=return_cache, lossy=lossy,
     )  # fmt: skip
 
 
@@ -153,6 +157,7 @@ def decode_requests(
     show_prompt: bool = False,
     cache: RaggedCache | None = None,
     return_cache: bool = False,
+    lossy: TypicalAcceptance | None = None,
 ) -> GenerateOutput:
     """Decode prepared rows together and report."""
     started = time.perf_counter()
@@ -161,10 +166,12 @@ def decode_requests(
     checks.check_compile(compile)
     checks.check_return_trace(return_trace)
     checks.check_streamer(streamer, len(requests))
+    checks.check_lossy(lossy, requests[0].config.do_sample)
     if show_prompt and streamer is not None:
         streamer.put(input_ids.cpu())
     try:
         run = start(model, requests, drafter, tokenizer, pass_width, return_trace, seed, cache, compile)
+        run.lossy = lossy
         if streamer is not None:
             run.listeners.append(StreamerListener(streamer))
         while run.rows.active:
@@ -256,6 +263,7 @@ class Run:
         twin: Twin | None = None,
     ) -> None:
         self.generators, self.twin = generators, twin
+        self.lossy: TypicalAcceptance | None = None  # a rule in place of the lossless one
         self.network = model if twin is None else twin.network  # what the passes go through
         self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
         self.config, self.pass_width = config, pass_width
@@ -361,7 +369,10 @@ class Run:
         generators = None if self.generators is None else [self.generators[b] for b in rows]
         law = p.flat[p.where[rows]].float().softmax(dim=-1)
         counts = draft.lengths[rows].tolist()
-        if draft.parents is None:
+        if self.lossy is not None:
+            parents = None if draft.parents is None else draft.parents[rows]
+            verdict = self.lossy.judge(draft.tokens[rows], parents, law, lengths[rows], generators)
+        elif draft.parents is None:
             verdict = judge_sample(draft.tokens[rows], q, law, lengths[rows], generators, counts)
         else:
             guesses = (draft.tokens[rows], draft.parents[rows])

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from specnb.decoding import Run, start
 from specnb.drafters.base import Drafter
+from specnb.lossy import TypicalAcceptance
 from specnb.preparation import Request, prepare
 
 
@@ -100,6 +101,7 @@ def loop_sampler(
     m: int,
     *,
     spoil: Callable[[Run], None] | None = None,
+    lossy: TypicalAcceptance | None = None,
     **generation_kwargs: Any,
 ) -> Callable[[int, int], Tensor]:
     """The whole decoding loop as a sampler for `specnb.audit`: n texts at once, as n rows of one batch.
@@ -109,6 +111,7 @@ def loop_sampler(
         drafter: as for `specnb.generate`.
         m: tokens of each text that are handed out.
         spoil: called with the run before its first round: where a planted bug of the whole run goes in.
+        lossy: as for `specnb.generate`: then the audit should fail.
         **generation_kwargs: as for `specnb.generate`, and the same as for the law. ``do_sample`` is True by default,
             ``max_new_tokens`` is k + 1: the first round then drafts all its k tokens. No round more is played than m
             tokens of every text need.
@@ -124,6 +127,7 @@ def loop_sampler(
     def sampler(n: int, seed: int) -> Tensor:
         torch.manual_seed(seed)
         run = start(model, prepare(model, prompt, None, options) * n, drafter, None, None, False, None)
+        run.lossy = lossy
         if spoil is not None:
             spoil(run)
         while min(run.rows.lengths) < len(prompt) + m:

@@ -65,7 +65,7 @@ class Notes:
         batcher._slots.listeners.append(self)
 
     def on_commit(self, rounds: list[Round]) -> None:
-        emitted = [(r, p[: len(r.emitted)]) for r in rounds if (p := r.p) is not None and r.emitted]
+        emitted = [(r, p[r.places]) for r in rounds if (p := r.p) is not None and r.emitted]
         if not emitted:
             return
         probs, ids = torch.cat([p for _, p in emitted]).topk(self.top, dim=-1)

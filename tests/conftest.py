@@ -12,6 +12,7 @@ import specnb
 from specnb import compat
 from specnb.drafters.small_model import small_model
 from tests import workers
+from tests.forest import Forest
 from tests.tiny import perturbed, tiny_model
 from tests.world import Paced
 
@@ -79,6 +80,7 @@ DRAFTERS = {
     "always wrong": lambda model: specnb.Scripted(lambda context: [(context[-1] + 1 + i) % 7 for i in range(4)]),
     "adaptive": lambda model: adaptive(specnb.PromptLookup(), 0.0),
     "early exit": lambda model: specnb.EarlyExit(1, num_draft_tokens=3),
+    "trees": Forest,
     "now and then": lambda model: specnb.Scripted(lambda context: context[: len(context) % 4]),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import torch
@@ -9,6 +10,18 @@ import torch
 import specnb
 from specnb import verification
 from tests.tiny import perturbed
+
+
+@functools.cache
+def _shape(number, nodes, most):
+    order, parents, depths = random.Random(number), [], []
+    wide = order.random()
+    for i in range(nodes):
+        fits = [j for j in range(i) if depths[j] < most]
+        parent = order.choice([-1, *fits]) if not fits or order.random() < wide else fits[-1]
+        parents.append(parent)
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return parents, order.randint(nodes // 2, nodes)
 
 
 class Forest(specnb.Drafter):
@@ -28,25 +41,19 @@ class Forest(specnb.Drafter):
         self.noisy, self.depth = perturbed(model), depth
 
     def start(self, session):
-        self.session, self.order, self.known = session, random.Random(0), {}
+        self.session, self.known = session, {}
         with torch.no_grad():
             ids = torch.arange(session.vocab_size)[:, None].to(session.model.device)
             self.laws = self.noisy.to(session.model.device)(ids).logits[:, -1].softmax(-1).float()  # [V, V]
 
-    def shape(self):
-        """Parents of a random tree: chains and bushes, not too deep."""
-        parents, depths, wide = [], [], self.order.random()
-        for i in range(self.num_draft_tokens):
-            fits = [j for j in range(i) if depths[j] < self.depth]
-            parent = self.order.choice([-1, *fits]) if not fits or self.order.random() < wide else fits[-1]
-            parents.append(parent)
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return parents
+    def shape(self, context):
+        """Parents of a tree that depends on the text alone: chains and bushes, not too deep, some cut short."""
+        return _shape((context[-1] * 7 + len(context)) % 64, self.num_draft_tokens, self.depth)
 
     def draft(self, rows, limits):
-        shapes = [self.shape() for _ in range(min(len(limits), 8))]
-        parents = torch.tensor([shapes[b % 8] for b in range(len(limits))])
-        lengths = torch.tensor([self.order.randint(min(limit, 1), limit) for limit in limits])
+        shapes = [self.shape(rows.view(b)) for b in range(len(rows))]
+        parents = torch.tensor([parents for parents, _ in shapes])
+        lengths = torch.tensor([min(limit, length) for limit, (_, length) in zip(limits, shapes)])
         newest = torch.tensor([rows.view(b)[-1] for b in range(len(rows))])
         tokens, left, laws = [], [self.laws[newest]], []
         right = [] if self.samples else [self.continuation(b) if n else [0] * 9 for b, n in enumerate(limits)]
@@ -60,7 +67,7 @@ class Forest(specnb.Drafter):
             if right:
                 depth = verification.at_place(depths, here)
                 good = torch.tensor([line[min(d, 8)] for line, d in zip(right, depth.tolist())])
-                x = torch.where((depth < 9) & (torch.tensor(self.order.random()) < 0.7), good, x)
+                x = torch.where((depth < 9) & ((newest * 5 + i * 3) % 10 < 7), good, x)
                 depths = torch.cat([depths, torch.where(x == good, depth + 1, 99)[:, None]], dim=1)
             for place in range(i + 1):
                 left[place] = torch.where(

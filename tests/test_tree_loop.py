@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +12,12 @@ from hypothesis import strategies as st
 import specnb
 from specnb import cache, decoding, trees
 from specnb.drafters import Draft, Drafter
+from specnb.oracle import exact_law, loop_sampler
 from specnb.preparation import prepare
+from tests.conftest import distilled
 from tests.forest import Forest
-from tests.tiny import FAMILIES, VOCAB, prompt, tiny_model
+from tests.test_losslessness import PROMPT, target
+from tests.tiny import FAMILIES, VOCAB, perturbed, prompt, tiny_model
 
 NEW = 24
 
@@ -211,3 +216,83 @@ def test_hidden_states_are_those_that_predicted_the_newest_token(family, options
         torch.testing.assert_close(hidden, seen[0][0, -1], atol=1e-3, rtol=1e-3)
         assert int(head(hidden).argmax()) == text[-1]
     assert not head._forward_pre_hooks
+
+
+# --- drafters that grow trees ---
+
+GROWN = {
+    "lookup": lambda model: specnb.PromptLookup(10, branches=3),
+    "lookup, longest": lambda model: specnb.PromptLookup(8, branches=2, policy="longest"),
+    "draft model": lambda model: specnb.DraftModel(perturbed(model), 3, tree_nodes=9),
+    "distilled": lambda model: specnb.DraftModel(distilled(model).model, 2, tree_nodes=5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in GROWN), ("distilled", {"compile": True, "pass_width": 8})], ids=str
+)
+def test_grown_trees_write_the_targets_text(name, options, llama):
+    ids = torch.tensor([[1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 1, 2]])
+    out = greedy(llama, ids, GROWN[name](llama), return_trace=True, **options)
+    assert torch.equal(out.sequences, greedy(llama, ids).sequences)
+    assert any(r.parents not in (None, [*range(-1, len(r.drafted) - 1)]) for r in out.trace), "only chains"
+    batcher = specnb.Batcher(llama, GROWN[name](llama), max_batch=2, max_new_tokens=NEW, do_sample=False, **options)
+    jobs = [batcher.submit(prompt(n, seed=n)) for n in (9, 3, 12)]
+    batcher.run()
+    for n, job in zip((9, 3, 12), jobs):
+        assert job.tokens == greedy(llama, prompt(n, seed=n)).sequences[0, n:].tolist()
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", GROWN)
+def test_grown_trees_follow_the_targets_law(name):
+    """False alarms 1e-6 each; power 0.99 against a law with w² = 0.1. Under typical acceptance the same audit fails."""
+    options = dict(do_sample=True, top_k=0, temperature=0.8)
+    law = exact_law(target(), PROMPT, 2, **options)
+    result = specnb.audit(loop_sampler(target(), PROMPT, GROWN[name](target()), 2, **options), law, alternative=0.1)
+    assert result.passed, result
+    assert result.power >= 0.99
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    "drafter", [specnb.PromptLookup(4), specnb.PromptLookup(10, branches=3)], ids=["chain", "tree"]
+)
+def test_typical_acceptance_fails_the_audit(drafter):
+    """Missed with probability 0.01 if its law is at least w² = 0.1 away."""
+    options = dict(do_sample=True, top_k=0)
+    law = exact_law(target(), PROMPT, 2, **options)
+    lossy = loop_sampler(target(), PROMPT, drafter, 2, lossy=specnb.TypicalAcceptance(), **options)
+    assert not specnb.audit(lossy, law, alternative=0.1).passed
+    none = loop_sampler(target(), PROMPT, drafter, 2, lossy=specnb.TypicalAcceptance(epsilon=1.0, delta=1e9), **options)
+    assert specnb.audit(none, law, alternative=0.1).passed, "nothing is likelier than 1: nothing is accepted"
+
+
+def test_typical_acceptance_by_hand():
+    """A tree of two branches: the longer one whose nodes are likely enough stands; the token after it is drawn from p."""
+    p = torch.tensor([[0.5, 0.4, 0.1], [0.0, 0.0, 1.0], [0.9, 0.05, 0.05], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])[None]
+    tokens, parents = torch.tensor([[0, 1, 0, 2]]), torch.tensor([[-1, -1, 1, 0]])
+    rule = specnb.TypicalAcceptance(epsilon=0.3, delta=0.3)
+    entropy = -sum(x * math.log(x) for x in (0.5, 0.4, 0.1))
+    assert float(rule.threshold(p)[0, 0]) == pytest.approx(min(0.3, 0.3 * math.exp(-entropy)))
+    for count, path, following in ((4, [1, 2], 1), (3, [1, 2], 1), (1, [0], 2), (0, [], None)):
+        verdict = rule.judge(tokens, parents, p, torch.tensor([count]), torch.Generator().manual_seed(0))
+        assert verdict.path[0].tolist() == path + [-1] * (4 - len(path))
+        assert int(verdict.num_accepted) == len(path)
+        assert following in (None, int(verdict.next_token))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "epsilon", lambda model: specnb.TypicalAcceptance(epsilon=2)),
+        (ValueError, "do_sample=True", lambda model: greedy(model, prompt(5), lossy=specnb.TypicalAcceptance())),
+        (TypeError, "TypicalAcceptance", lambda model: greedy(model, prompt(5), lossy=True)),
+        (ValueError, "drafts trees", lambda model: specnb.Adaptive(specnb.PromptLookup(branches=2))),
+        (ValueError, "drafts trees", lambda model: specnb.Cascade(specnb.PromptLookup(), Forest(model))),
+        (ValueError, "branches", lambda model: specnb.PromptLookup(branches=0)),
+    ],
+)
+def test_what_is_refused(llama, error, message, call):
+    with pytest.raises(error, match=message):
+        call(llama)

@@ -271,8 +271,9 @@ def _check_parts(parts: Sequence[object]) -> None:
         raise ValueError(f"A cascade has two or more parts, each of them another drafter; got {len(parts)}.")
     for part in parts:
         checks.check_drafter(part)
-        if part is None or isinstance(part, Adaptive):
+        if not isinstance(part, Drafter) or isinstance(part, Adaptive):
             raise TypeError(f"A part of a cascade must be a drafter, got {part!r}. Adaptive goes around the cascade.")
+        checks.check_chains(part, "A cascade compares chains")
 
 
 def _names(parts: Sequence[Drafter]) -> list[str]:

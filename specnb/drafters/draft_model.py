@@ -6,6 +6,7 @@ Sources: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,12 @@ from specnb import checks, vocabularies
 from specnb.cache import RaggedCache, context_size, for_all_rows, target_pass
 from specnb.compiled import STEP, twin_for
 from specnb.drafters import small_model
-from specnb.drafters.base import Session
+from specnb.drafters.base import Draft, Session
+from specnb.drafters.growing import WIDTH, Growth, grow
 from specnb.drafters.hints import Hints
 from specnb.drafters.stepwise import StepwiseDrafter
 from specnb.prefill import prefill, read
+from specnb.trees import ROOT
 
 if TYPE_CHECKING:
     from specnb.rows import Rows
@@ -36,6 +39,8 @@ class DraftModel(StepwiseDrafter):
     Args:
         model: the draft model, in eval mode, on the target's device; its dtype may differ.
         num_draft_tokens: k, tokens drafted per round. Fewer near the end of the run or of the draft's context.
+        tree_nodes: N: drafts are trees of N guesses, k levels deep, those that the draft finds likeliest
+            (`specnb.drafters.growing`). They are not drawn, q is one-hot. None: chains of k guesses.
         tokenizer: the draft's tokenizer, if at hand. With the target's, given to `generate`, it tells a really
             different vocabulary from a padded one; without, the sizes must do.
 
@@ -43,8 +48,18 @@ class DraftModel(StepwiseDrafter):
         ValueError: for a model that cannot draft (not causal, in training mode, a cache that cannot roll back).
     """
 
-    def __init__(self, model: PreTrainedModel, num_draft_tokens: int = 4, *, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_draft_tokens: int = 4,
+        *,
+        tokenizer: Any = None,
+        tree_nodes: int | None = None,
+    ) -> None:
         super().__init__(num_draft_tokens)
+        self.depth, self.trees = num_draft_tokens, tree_nodes is not None
+        if tree_nodes is not None:
+            super().__init__(tree_nodes)
         checks.check_model(model, role="draft model")
         vocabularies.check_tokenizer(tokenizer)
         self.model, self.tokenizer = model, tokenizer
@@ -57,6 +72,7 @@ class DraftModel(StepwiseDrafter):
         num_draft_tokens: int = 4,
         *,
         dtype: torch.dtype | str | None = None,
+        tree_nodes: int | None = None,
         **options: Any,
     ) -> DraftModel:
         """Load a draft as one loads a model.
@@ -66,6 +82,7 @@ class DraftModel(StepwiseDrafter):
                 `specnb.Distilled.save` has written, or any causal LM: a folder or Hub id, as for `load_model`.
             target: the model whose text is to be guessed. A distilled draft uses its embedding and head.
             num_draft_tokens: k.
+            tree_nodes: N, for trees.
             dtype: of the draft's weights; default: the target's, or `load_model`'s without a target.
             **options: for `load_model`.
 
@@ -75,17 +92,18 @@ class DraftModel(StepwiseDrafter):
         """
         folder = small_model.small_model_folder(name)
         if folder is None:
-            return cls._whole_model(name, target, num_draft_tokens, dtype, options)
+            return cls._whole_model(name, target, num_draft_tokens, dtype, tree_nodes, options)
         if not isinstance(target, PreTrainedModel):
             raise TypeError(
                 f"The draft {os.fspath(name)!r} uses its target's embedding and head: from_pretrained(name, "
                 f"target=model), with a model as from specnb.load_model(); got {target!r:.60}."
             )
-        return cls(small_model.load_small_model(folder, target, small_model.as_dtype(dtype)), num_draft_tokens)
+        model = small_model.load_small_model(folder, target, small_model.as_dtype(dtype))
+        return cls(model, num_draft_tokens, tree_nodes=tree_nodes)
 
     @classmethod
     def _whole_model(
-        cls, name: Any, target: PreTrainedModel | None, k: int, dtype: Any, options: dict[str, Any]
+        cls, name: Any, target: PreTrainedModel | None, k: int, dtype: Any, nodes: int | None, options: dict[str, Any]
     ) -> DraftModel:
         from specnb.models import load_model
 
@@ -94,7 +112,7 @@ class DraftModel(StepwiseDrafter):
         model, tokenizer = load_model(name, dtype=dtype or (target.dtype if target is not None else None), **options)
         if target is not None:
             vocabularies.check_same_vocabulary(target, model, None, tokenizer)
-        return cls(model, k, tokenizer=tokenizer)
+        return cls(model, k, tokenizer=tokenizer, tree_nodes=nodes)
 
     def start(self, session: Session) -> None:
         vocabularies.check_same_vocabulary(session.model, self.model, session.tokenizer, self.tokenizer)
@@ -140,6 +158,54 @@ class DraftModel(StepwiseDrafter):
         """A draft with a shorter context than the target's stops drafting where its positions end."""
         size = context_size(self.model.config)
         return [max(0, min(limit, size - n + 1)) for limit, n in zip(limits, rows.lengths)]
+
+    def draft(self, rows: Rows, limits: list[int]) -> Draft:
+        return self._grown(rows, limits) if self.trees else super().draft(rows, limits)
+
+    def _grown(self, rows: Rows, limits: list[int]) -> Draft:
+        """A tree for each row: the draft reads it from the root on at each level, and forgets it."""
+        reach = self._within_reach(rows, [self.depth if limit else 0 for limit in limits])
+        chosen = [b for b, depth in enumerate(reach) if depth == self.depth]  # none near the end of its context
+        if not chosen:
+            return Draft.empty(len(rows))
+        wanted = torch.tensor([b in chosen for b in range(len(rows))])
+        first = [self._catch_up(rows, wanted)[chosen].log_softmax(-1)]
+        self.cache.rollback(wanted.long())  # the newest token, the root of what comes
+
+        def scored(growths: Sequence[Growth]) -> list[Tensor]:
+            if first:
+                return list(first.pop()[:, None, : self._session.vocab_size])
+            return self._read_trees(rows, chosen, growths)
+
+        grown = dict(zip(chosen, grow(len(chosen), self.depth, WIDTH, scored)))
+        trees = [grown[b].best(limits[b]) if b in grown else ([], []) for b in range(len(rows))]
+        return Draft.from_trees(trees)
+
+    def _read_trees(self, rows: Rows, chosen: list[int], growths: Sequence[Growth]) -> list[Tensor]:
+        """Log-probabilities after the nodes of each row's level, from one pass over all that it has read."""
+        texts = [self._tree_as_read(rows, b, growth) for b, growth in zip(chosen, growths)]
+        counts = [len(text) for text in texts]
+        width = max(counts)
+        tokens = torch.tensor([text + text[-1:] * (width - len(text)) for text in texts])
+        parents = [growth.places() + [ROOT] * (width - n) for growth, n in zip(growths, counts)]
+        self.cache.reserve(max(self.cache.lengths[chosen].tolist()) + width)
+        before = self.cache.lengths
+        if self._twin is None:
+            logits = target_pass(self._network, self.cache, tokens, rows=chosen, parents=parents)
+        else:
+            flat = self._twin.packed_pass(self.cache, tokens, chosen, [width] * len(chosen), width, parents=parents)
+            logits = flat.view(len(chosen), width, -1)
+        self.cache.rollback(self.cache.lengths - before)
+        laws = logits[..., : self._session.vocab_size].log_softmax(-1)
+        return [law[n - len(growth.level) : n] for law, n, growth in zip(laws, counts, growths)]
+
+    def _tree_as_read(self, rows: Rows, b: int, growth: Growth) -> list[int]:
+        """The root and the nodes read of row b, as the model reads them."""
+        n = rows.lengths[b]
+        root = self._readable(b, n - 1, n)
+        if self._hints is None:
+            return root + [min(growth.tokens[node], self._last_id) for node in growth.read]
+        return root + [self._hints[b].after(growth.path(node)) for node in growth.read]
 
     def _logits(self, rows: Rows, wanted: Tensor, guesses: Tensor) -> Tensor:
         return self._pass(wanted, self._newest(guesses)) if guesses.shape[1] else self._catch_up(rows, wanted)

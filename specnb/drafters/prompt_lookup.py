@@ -19,6 +19,7 @@ import torch
 
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.drafters.suffixes import LONGEST, POLICIES, Automaton, NGrams
+from specnb.trees import merged
 
 if TYPE_CHECKING:
     from specnb.rows import Rows
@@ -63,6 +64,8 @@ class PromptLookup(Drafter):
         max_ngram, min_ngram: longest and shortest suffix looked up.
         policy: "latest", "earliest", "longest" or "most_frequent".
         corpus: further texts to copy from, each a list of token ids; see `remember`.
+        branches: several copies at once, as a tree (`candidates`): the policy's first choice as long as there is room,
+            and the beginnings of the others. k then counts all nodes of the tree.
         cyclic: a copy that reaches the end of the text goes on from its own beginning, as if the text repeated itself
             for ever: [1, 2, 3, 1, 2] goes on with 3, 1, 2, 3, 1, 2, … instead of 3, 1, 2.
 
@@ -79,6 +82,7 @@ class PromptLookup(Drafter):
         policy: str = "latest",
         corpus: Iterable[Sequence[int]] = (),
         cyclic: bool = False,
+        branches: int = 1,
     ) -> None:
         super().__init__(num_draft_tokens)
         if not 1 <= min_ngram <= max_ngram:
@@ -86,6 +90,9 @@ class PromptLookup(Drafter):
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}.")
         self.max_ngram, self.min_ngram, self.policy, self.cyclic = max_ngram, min_ngram, policy, cyclic
+        if isinstance(branches, bool) or not isinstance(branches, int) or branches < 1:
+            raise ValueError(f"branches must be a whole number of at least 1, got {branches!r}.")
+        self.branches, self.trees = branches, branches > 1
         self.corpus = _Corpus(min_ngram, max_ngram, policy == LONGEST)
         self._texts: list[_Text] = []
         self._rows: Rows | None = None
@@ -134,11 +141,24 @@ class PromptLookup(Drafter):
 
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         """Each row's copy; its kind is the length of the suffix that was found, since longer ones are better guides."""
+        if self.trees:
+            return self._trees(rows, limits)
         found = [
             text.proposal(rows.view(b), n) if n else NOTHING for b, (text, n) in enumerate(zip(self._texts, limits))
         ]
         kinds = [_kind(candidate.size) for candidate in found]
         return replace(Draft.from_lists([candidate.tokens for candidate in found]), kinds=kinds)
+
+    def _trees(self, rows: Rows, limits: list[int]) -> Draft:
+        """Of each row the first choice, and as much of the others as leaves it half of the nodes."""
+        trees, kinds = [], []
+        for text, b, n in zip(self._texts, range(len(rows)), limits):
+            found = text.several(rows.view(b), self.branches, n) if n else []
+            others = [candidate.tokens[: max(1, n // (2 * self.branches))] for candidate in found[1:]]
+            first = [candidate.tokens[: max(1, n - sum(map(len, others)))] for candidate in found[:1]]
+            trees.append(merged([*first, *others], n))
+            kinds.append(_kind(found[0].size) if found else 0)
+        return replace(Draft.from_trees(trees), kinds=kinds)
 
     def propose(self, context: list[int], limit: int) -> list[int]:
         """The guess for any list of tokens, outside a run."""
