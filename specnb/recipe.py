@@ -1,10 +1,13 @@
-"""How the shipped draft was made: `python -m specnb.recipe` and one of its steps.
+"""How the shipped draft and heads were made: `python -m specnb.recipe` and one of its steps.
 
     python -m specnb.recipe lessons FOLDER            # questions, and the default model's answers with p, part by part
     python -m specnb.recipe lessons FOLDER --worker 1 --of 2     # half of the parts, in a process of its own
     python -m specnb.recipe train FOLDER DRAFT        # distil; the state is kept in FOLDER
     python -m specnb.recipe evaluate FOLDER DRAFT     # α and tokens per pass on the suite, which is held out
     python -m specnb.recipe cost FOLDER DRAFT         # c: a draft step against the compiled target pass
+    python -m specnb.recipe states FOLDER             # what the target had in mind along the answers, part by part
+    python -m specnb.recipe medusa FOLDER HEADS       # train Medusa heads on that; the state is kept in FOLDER
+    python -m specnb.recipe evaluate-medusa FOLDER HEADS     # their accuracy and tokens per pass on the suite
 
 A part that is there is not made again, so each step can be broken off and started anew; the seeds are fixed, and which
 process makes a part does not matter.
@@ -23,12 +26,15 @@ from statistics import median
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb import curriculum, teaching
+from specnb import curriculum, medusa_training, teaching, trees
 from specnb.decoding import Run, generate
-from specnb.drafters import DraftModel
+from specnb.drafters import DraftModel, Medusa
+from specnb.drafters.medusa import Attached
+from specnb.medusa_training import MedusaScore, Places
 from specnb.models import load_model
 from specnb.training import Score, agreement, distill_draft, tokens_per_pass
 from specnb.workloads import GROUPS, encode, load_prompts
@@ -48,6 +54,11 @@ ROUNDS: list[dict[str, Any]] = [
     dict(parts=6, epochs=2.0, learning_rate=1.5e-3, seed=1),
     dict(parts=6, epochs=1.0, learning_rate=1e-3, seed=2),
 ]
+MEDUSA_PARTS = 7
+MEDUSA: dict[str, Any] = dict(
+    heads=4, hinted=True, head_rows=8192, epochs=5.0, batch_places=256, learning_rate=2e-3, seed=0
+)  # fmt: skip
+TREES = (3, 7, 15, 23, 31, 63)  # nodes of the trees that heads are measured with
 ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"
 
@@ -118,9 +129,14 @@ def make_lessons(folder: Path, worker: int, of: int, max_batch: int) -> None:
 
 def lessons_of(folder: Path, parts: int, tokenizer: Any) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
     """The lessons of the first parts, to learn from; and those that are not learnt from."""
-    made = [teaching.load(path_of(part, folder)) for part in range(parts)]
-    held_out, made[0] = made[0][:HELD_OUT], made[0][HELD_OUT:]
-    if parts > LAG:
+    return divided([teaching.load(path_of(part, folder)) for part in range(parts)], tokenizer)
+
+
+def divided(made: list[list[teaching.Lesson]], tokenizer: Any) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
+    """The same from parts that are loaded."""
+    held_out, first = made[0][:HELD_OUT], made[0][HELD_OUT:]
+    made = [first, *made[1:]]
+    if len(made) > LAG:
         asked, tasks = made[LAG][:PART], made[LAG][PART:]
         made[LAG] = asked + [lesson for lesson in tasks if not is_about(lesson, held_out, tokenizer)]
     return [lesson for part in made for lesson in part], held_out
@@ -157,22 +173,25 @@ def continued(before: Sequence[Score], history: Sequence[Score]) -> list[Score]:
     return [replace(score, step=score.step + steps, tokens=score.tokens + tokens) for score in history[1:]]
 
 
-def say_score(score: Score) -> None:
+def say_score(score: Score | MedusaScore) -> None:
     print(json.dumps(asdict(score)), flush=True)
+
+
+def suite_answers(folder: Path, target: PreTrainedModel, tokenizer: Any) -> list[teaching.Lesson]:
+    """The target's greedy answers to the suite, made once."""
+    path = folder / "suite.safetensors"
+    if not path.exists():
+        ids = [encode(tokenizer, prompt)[0].tolist() for prompt in load_prompts()]
+        teaching.save(list(teaching.lessons(target, ids, top=TOP, max_new_tokens=ANSWER_TOKENS, max_batch=30)), path)
+    return teaching.load(path)
 
 
 def evaluate(folder: Path, draft: Path, k: int = 4) -> None:
     """Where the draft agrees with the target's greedy answers to the suite, by group, and what that is worth."""
     target, tokenizer = load_model()
     drafter = DraftModel.from_pretrained(draft, target=target)
-    suite, path = load_prompts(), folder / "suite.safetensors"
-    if not path.exists():
-        ids = [encode(tokenizer, prompt)[0].tolist() for prompt in suite]
-        teaching.save(list(teaching.lessons(target, ids, top=TOP, max_new_tokens=ANSWER_TOKENS, max_batch=30)), path)
-    hits = agreement(drafter.model, teaching.load(path))
-    groups = {
-        group: scored([hit for prompt, hit in zip(suite, hits) if prompt.group == group], k) for group in GROUPS
-    }
+    suite, hits = load_prompts(), agreement(drafter.model, suite_answers(folder, target, tokenizer))
+    groups = {group: scored([hit for prompt, hit in zip(suite, hits) if prompt.group == group], k) for group in GROUPS}
     told = {"k": k, "dtype": str(target.dtype), "max_new_tokens": ANSWER_TOKENS, "all": scored(hits, k)}
     told["groups"] = groups
     (draft / "evaluation.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -214,7 +233,83 @@ def scored(hits: Sequence[Tensor], k: int) -> dict[str, float]:
     return {"alpha": round(alpha, 4), "tokens_per_pass": passes, "tokens": sum(map(len, hits))}
 
 
-STEPS = (("train", "distil from the answers"), ("evaluate", "measure on the suite"), ("cost", "measure c"))
+# --- Medusa heads ---
+
+
+def make_states(folder: Path, parts: int = MEDUSA_PARTS) -> None:
+    """The hidden states of the answers of each part, in bfloat16."""
+    target, _ = load_model(dtype=torch.bfloat16)
+    for part in range(parts):
+        path = states_of(part, folder)
+        if not path.exists():
+            hidden = medusa_training.hidden_states(target, teaching.load(path_of(part, folder)))
+            save_file({"hidden": hidden}, path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)
+            print(json.dumps({"states of part": part}), flush=True)
+
+
+def states_of(part: int, folder: Path) -> Path:
+    return folder / f"states-{part:03d}.safetensors"
+
+
+def train_heads(folder: Path, draft: Path) -> None:
+    """Heads for the default model, on what `make_states` has left."""
+    target, tokenizer = load_model()
+    made = [teaching.load(path_of(part, folder)) for part in range(MEDUSA_PARTS)]
+    hidden = dict[teaching.Lesson, Tensor]()
+    for part, lessons in enumerate(made):
+        states = load_file(states_of(part, folder))["hidden"].split([len(lesson.ids) for lesson in lessons])
+        hidden |= dict(zip(lessons, states))
+    learnt, held_out = divided(made, tokenizer)
+    heads, hinted = MEDUSA["heads"], MEDUSA["hinted"]
+    places, kept = (
+        Places.around(torch.cat([hidden[lesson] for lesson in some]), some, heads, hinted)
+        for some in (learnt, held_out)
+    )
+    settings = {**MEDUSA, "lessons": len(learnt), "tokens": len(places.newest), "parts": MEDUSA_PARTS}
+    found = medusa_training.train_on(
+        target, learnt, held_out, places, kept, settings, folder=folder / "medusa", scores=12, callback=say_score
+    )
+    found.save(draft)
+
+
+def evaluate_heads(folder: Path, draft: Path) -> None:
+    """How often the heads are right along the target's greedy answers to the suite, and what trees make of it."""
+    target, tokenizer = load_model()
+    drafter, lessons, suite = Medusa.from_pretrained(draft), suite_answers(folder, target, tokenizer), load_prompts()
+    heads = drafter.heads.float()
+    places = Places.of(target, lessons, len(heads), heads.hinted, progress=True)
+    ranks = medusa_training.ranks(Attached(heads, target), places).split(places.sizes)
+    told: dict[str, Any] = {"dtype": str(target.dtype), "max_new_tokens": ANSWER_TOKENS, "shape": drafter.shape}
+    told["all"] = measured_heads(ranks, drafter)
+    told["groups"] = {
+        group: measured_heads([found for prompt, found in zip(suite, ranks) if prompt.group == group], drafter)
+        for group in GROUPS
+    }
+    told["tokens_per_pass_of_trees"] = {
+        nodes: round(tree_worth(ranks, [path for path, _ in drafter.chances[:nodes]]), 3) for nodes in TREES
+    }
+    (draft / "evaluation.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(told, indent=1))
+
+
+def measured_heads(ranks: Sequence[Tensor], drafter: Medusa) -> dict[str, Any]:
+    accuracy = medusa_training.accuracies(torch.cat(list(ranks)))
+    told: dict[str, Any] = {"accuracy": [[round(share, 4) for share in row] for row in accuracy]}
+    chain = [(0,) * depth for depth in range(1, len(drafter.heads) + 1)]
+    told["tokens_per_pass"] = round(tree_worth(ranks, drafter.shape), 3)
+    told["tokens_per_pass_of_chain"] = round(tree_worth(ranks, chain), 3)
+    return told | {"tokens": sum(map(len, ranks))}
+
+
+def tree_worth(ranks: Sequence[Tensor], shape: Sequence[trees.Path]) -> float:
+    return medusa_training.tree_tokens_per_pass(torch.cat(list(ranks)), [len(rows) for rows in ranks], shape)
+
+
+STEPS = (
+    ("train", "distil from the answers"), ("evaluate", "measure on the suite"), ("cost", "measure c"),
+    ("medusa", "train heads"), ("evaluate-medusa", "measure heads on the suite"),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -225,6 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lessons.add_argument("--worker", type=int, default=0)
     lessons.add_argument("--of", type=int, default=1)
     lessons.add_argument("--max-batch", type=int, default=96)
+    states = steps.add_parser("states", help="the target's hidden states along the answers")
+    states.add_argument("folder", type=Path)
     for name, told in STEPS:
         step = steps.add_parser(name, help=told)
         step.add_argument("folder", type=Path)
@@ -232,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     do: dict[str, Callable[..., None]] = {
         "lessons": make_lessons, "train": train, "evaluate": evaluate, "cost": cost,
+        "states": make_states, "medusa": train_heads, "evaluate-medusa": evaluate_heads,
     }  # fmt: skip
     do[options.pop("step")](**options)
 
