@@ -269,7 +269,7 @@ def test_typical_acceptance_fails_the_audit(drafter):
 
 
 def test_typical_acceptance_by_hand():
-    """A tree of two branches: the longer one whose nodes are likely enough stands; the token after it is drawn from p."""
+    """A tree of two branches: the longest path of likely nodes stands; the token after it is drawn from p."""
     p = torch.tensor([[0.5, 0.4, 0.1], [0.0, 0.0, 1.0], [0.9, 0.05, 0.05], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])[None]
     tokens, parents = torch.tensor([[0, 1, 0, 2]]), torch.tensor([[-1, -1, 1, 0]])
     rule = specnb.TypicalAcceptance(epsilon=0.3, delta=0.3)

@@ -1,7 +1,7 @@
 """A tree that grows by joint probability: what a draft model finds likely, several ways at once, within a budget.
 
-Level by level the likeliest nodes are read by the draft in one pass, and each offers its likeliest tokens as children. In
-the end those nodes stay whose whole path is likeliest; no child is likelier than its parent, so that is a tree.
+Level by level the likeliest nodes are read by the draft in one pass, and each offers its likeliest tokens as children.
+In the end those nodes stay whose whole path is likeliest; no child is likelier than its parent, so that is a tree.
 
 Sources: Li et al. 2024 (EAGLE-2, arXiv 2406.16858), Chen et al. 2024 (Sequoia, arXiv 2402.12374). Notebook 11.
 """
