@@ -7,6 +7,7 @@
     python -m specnb.recipe cost FOLDER DRAFT         # c: a draft step against the compiled target pass
     python -m specnb.recipe states FOLDER             # what the target had in mind along the answers, part by part
     python -m specnb.recipe medusa FOLDER HEADS       # train Medusa heads on that; the state is kept in FOLDER
+    python -m specnb.recipe medusa-tree FOLDER HEADS  # the tree that suits this machine, from measured pass costs
     python -m specnb.recipe evaluate-medusa FOLDER HEADS     # their accuracy and tokens per pass on the suite
 
 A part that is there is not made again, so each step can be broken off and started anew; the seeds are fixed, and which
@@ -31,11 +32,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb import curriculum, medusa_training, teaching, trees
+from specnb.compiled import pass_size, twin_for
 from specnb.decoding import Run, generate
 from specnb.drafters import DraftModel, Medusa
-from specnb.drafters.medusa import Attached
+from specnb.drafters.medusa import Attached, medusa_shape
 from specnb.medusa_training import MedusaScore, Places
 from specnb.models import load_model
+from specnb.profiling import forward_cost
+from specnb.theory import CostCurve
 from specnb.training import Score, agreement, distill_draft, tokens_per_pass
 from specnb.workloads import GROUPS, encode, load_prompts
 
@@ -58,6 +62,7 @@ MEDUSA_PARTS = 7
 MEDUSA: dict[str, Any] = dict(
     heads=4, hinted=True, head_rows=8192, epochs=5.0, batch_places=256, learning_rate=2e-3, seed=0
 )  # fmt: skip
+PASSES = (4, 8, 12, 16, 24, 32)  # positions of compiled passes
 TREES = (3, 7, 15, 23, 31, 63)  # nodes of the trees that heads are measured with
 ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"
@@ -273,6 +278,30 @@ def train_heads(folder: Path, draft: Path) -> None:
     found.save(draft)
 
 
+def choose_tree(folder: Path, heads: Path) -> None:
+    """The heads' tree for this machine, with compiled passes in bfloat16; it is saved with them."""
+    target, tokenizer = load_model(dtype=torch.bfloat16)
+    drafter = Medusa.from_pretrained(heads)
+    curve = compiled_cost(target)
+    seconds = timed(drafter, "draft")
+    for prompt in load_prompts(limit=1)[:3]:
+        generate(target, encode(tokenizer, prompt), drafter, max_new_tokens=32, compile=True, do_sample=False)
+    drafting = 1e3 * median(seconds)
+    shape = medusa_shape(drafter, lambda positions: curve(pass_size(int(positions))), drafting=drafting)
+    Medusa(drafter.heads, shape, chances=drafter.chances).save(heads, target)
+    told = {"pass_ms": dict(zip(curve.positions, curve.milliseconds)), "draft_ms": drafting, "nodes": len(shape)}
+    told |= {"threads": torch.get_num_threads(), "dtype": str(target.dtype)}
+    (heads / "tree.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(told))
+
+
+def compiled_cost(target: PreTrainedModel) -> CostCurve:
+    """v(T) of compiled passes over one row, at the sizes that there are."""
+    twin = twin_for(target, PASSES[-1])
+    assert twin is not None, "this machine cannot compile a pass"
+    return forward_cost(target, PASSES, run=lambda cache, tokens: twin.target_pass(cache, tokens, [0]), repeats=15)
+
+
 def evaluate_heads(folder: Path, draft: Path) -> None:
     """How often the heads are right along the target's greedy answers to the suite, and what trees make of it."""
     target, tokenizer = load_model()
@@ -308,7 +337,8 @@ def tree_worth(ranks: Sequence[Tensor], shape: Sequence[trees.Path]) -> float:
 
 STEPS = (
     ("train", "distil from the answers"), ("evaluate", "measure on the suite"), ("cost", "measure c"),
-    ("medusa", "train heads"), ("evaluate-medusa", "measure heads on the suite"),
+    ("medusa", "train heads"), ("medusa-tree", "choose the heads' tree"),
+    ("evaluate-medusa", "measure heads on the suite"),
 )  # fmt: skip
 
 
@@ -329,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     do: dict[str, Callable[..., None]] = {
         "lessons": make_lessons, "train": train, "evaluate": evaluate, "cost": cost,
-        "states": make_states, "medusa": train_heads, "evaluate-medusa": evaluate_heads,
+        "states": make_states, "medusa": train_heads, "medusa-tree": choose_tree, "evaluate-medusa": evaluate_heads,
     }  # fmt: skip
     do[options.pop("step")](**options)
 

@@ -241,7 +241,8 @@ def hints_ahead(text: Hints, count: int) -> list[tuple[int, int]]:
 class HasChances(Protocol):
     """Whatever knows how often paths of ranks were right."""
 
-    chances: Chances
+    @property
+    def chances(self) -> Chances: ...
 
 
 def medusa_shape(
