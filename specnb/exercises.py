@@ -1376,7 +1376,8 @@ def check_find_the_bug(candidate: Callable[..., Any]) -> CheckResult:
 
 # ------------------------------------------------------------------------------------------- from 07 on, elsewhere
 
-_ELSEWHERE = ("exercises_buys", "exercises_crowd", "exercises_lookup", "exercises_sibling")  # 07 to 10
+# 07 to 11
+_ELSEWHERE = ("exercises_buys", "exercises_crowd", "exercises_lookup", "exercises_sibling", "exercises_trees")
 
 
 def __getattr__(name: str) -> Any:
