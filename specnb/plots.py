@@ -267,6 +267,26 @@ def plot_cache(lengths: Sequence[int], capacity: int, ax: Axes | None = None, *,
     return ax
 
 
+def plot_kept(before: int, nodes: int, path: Sequence[int], ax: Axes | None = None) -> Axes:
+    """What `RaggedCache.keep` does to one row after a tree was verified: ● text, ◆ the accepted path, × other nodes.
+
+    Args:
+        before: entries in front of the tree, its root among them.
+        nodes: of the tree, one entry each.
+        path: the accepted nodes.
+    """
+    if any(not 0 <= node < nodes for node in path):
+        raise ValueError(f"path {list(path)} names a node that a tree of {nodes} does not have.")
+    states = np.zeros((2, before + nodes), dtype=int)
+    states[:, :before], states[0, before:] = 2, 1
+    states[0, [before + node for node in path]] = states[1, before : before + len(path)] = 3
+    tints = (None, _PALETTE[1], _PALETTE[2], _PALETTE[0])
+    ax = _cells(_axes(ax), states, marks=("", "×", "●", "◆"), tints=tints)
+    ax.set_yticks([0.5, 1.5], ["after the pass", "after keep"])
+    ax.set(xlabel="place in the buffer", title="● text    ◆ accepted path    × other branches    blank: free")
+    return ax
+
+
 def _cells(ax: Axes, states: np.ndarray, marks: Sequence[str], tints: Sequence[Any]) -> Axes:
     """A grid of cells, each with the mark and the tint of its state."""
     colours = [(1, 1, 1) if tint is None else (*tint, 0.4) for tint in tints]
@@ -275,6 +295,67 @@ def _cells(ax: Axes, states: np.ndarray, marks: Sequence[str], tints: Sequence[A
     ax.grid(visible=False)
     ax.tick_params(axis="y", labelrotation=0)
     return ax
+
+
+# ---------------------------------------------------------------------------------------------------- trees
+
+
+def plot_tree(
+    parents: Sequence[int],
+    labels: Sequence[str] = (),
+    ax: Axes | None = None,
+    *,
+    path: Sequence[int] = (),
+    root: str = "",
+    fontsize: float = 9,
+) -> Axes:
+    """A tree of guesses, its root at the left; the nodes of ``path`` are framed and joined by thick lines.
+
+    Args:
+        parents: of each node the number of an earlier node, or -1 for the root.
+        labels: what is written at the nodes; default: their numbers.
+        path: numbers of nodes, such as those that were accepted.
+        root: what is written at the root.
+    """
+    labels = list(labels) or [str(node) for node in range(len(parents))]
+    _same_length(parents=parents, labels=labels)
+    places, kept = _tree_places(parents), {-1, *path}
+    ax = _axes(ax)
+    for node, parent in enumerate(parents):
+        (x0, y0), (x1, y1) = places[parent + 1], places[node + 1]
+        on = node in kept and parent in kept
+        ax.plot([x0, x1], [y0, y1], color=_PALETTE[2] if on else "0.7", linewidth=3 if on else 1, zorder=1)
+    for node, (label, (x, y)) in enumerate(zip([root, *labels], places), start=-1):
+        frame = dict(color=_PALETTE[2], linewidth=2) if node in path else dict(color="0.7", linewidth=0.8)
+        box = dict(boxstyle="round,pad=0.25", facecolor="white", edgecolor=frame["color"], linewidth=frame["linewidth"])
+        ax.text(x, y, label or "•", ha="center", va="center", fontsize=fontsize, bbox=box, zorder=2)
+    deepest = max(x for x, _ in places)
+    ax.set(xlim=(-0.5, deepest + 0.5), ylim=(min(y for _, y in places) - 0.7, 0.7), yticks=[], xlabel="depth")
+    ax.set_xticks(range(deepest + 1))
+    ax.grid(visible=False)
+    return ax
+
+
+def _tree_places(parents: Sequence[int]) -> list[tuple[int, float]]:
+    """(depth, height) of the root and each node: leaves one below another, a parent in the middle of its children."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"Node {node} of a tree cannot have parent {parent}: parents come first, -1 is the root.")
+        children[parent + 1].append(node + 1)
+    places: dict[int, tuple[int, float]] = {}
+    leaves = 0
+
+    def lay(place: int, depth: int) -> float:
+        nonlocal leaves
+        below = [lay(child, depth + 1) for child in children[place]]
+        if not below:
+            leaves += 1
+        places[place] = depth, (below[0] + below[-1]) / 2 if below else 1.0 - leaves
+        return places[place][1]
+
+    lay(0, 0)
+    return [places[place] for place in range(len(children))]
 
 
 # ------------------------------------------------------------------------------------------------ benchmark

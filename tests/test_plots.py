@@ -113,6 +113,34 @@ def test_cache_marks_held_and_rolled_back():
         plots.plot_cache([3], 4, stale=[2])
 
 
+def test_kept_path_moves_together():
+    ax = plots.plot_kept(2, 4, [1, 3])
+    assert [text.get_text() for text in ax.texts] == ["●", "●", "×", "◆", "×", "◆", "●", "●", "◆", "◆", "", ""]
+    with pytest.raises(ValueError, match="a tree of 2"):
+        plots.plot_kept(1, 2, [2])
+
+
+def test_tree_has_its_nodes_by_depth_and_frames_the_path():
+    ax = plots.plot_tree([-1, -1, 0, 1, 1], ["a", "b", "c", "d", "e"], path=[1, 4], root="so")
+    texts = {text.get_text(): text for text in ax.texts}
+    assert {name: text.get_position()[0] for name, text in texts.items()} == dict(so=0, a=1, b=1, c=2, d=2, e=2)
+    heights = [texts[name].get_position()[1] for name in "cde"]
+    assert heights == sorted(heights, reverse=True) and len(set(heights)) == 3, "leaves lie one below another"
+    assert texts["b"].get_position()[1] == pytest.approx(sum(heights[1:]) / 2)
+    framed = {name for name, text in texts.items() if text.get_bbox_patch().get_linewidth() > 1}
+    assert framed == {"b", "e"}
+    assert sum(line.get_linewidth() > 1 for line in ax.lines) == 2
+    assert [text.get_text() for text in plots.plot_tree([-1, 0]).texts] == ["•", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("parents", "labels", "message"), [([0], [], "parents come first"), ([-1], ["a", "b"], "same")]
+)
+def test_a_malformed_tree_is_not_drawn(parents, labels, message):
+    with pytest.raises(ValueError, match=message):
+        plots.plot_tree(parents, labels)
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -123,6 +151,8 @@ def test_cache_marks_held_and_rolled_back():
         lambda ax: plots.plot_series([1], {"a": [1]}, ax),
         lambda ax: plots.plot_mask([[1]], ax),
         lambda ax: plots.plot_cache([1], 2, ax),
+        lambda ax: plots.plot_kept(1, 2, [1], ax),
+        lambda ax: plots.plot_tree([-1], ax=ax),
     ],
 )
 def test_plots_draw_on_the_axes_they_are_given(draw):
