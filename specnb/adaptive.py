@@ -237,9 +237,9 @@ class Adaptive(Drafter):
         return gains
 
     def _best(self, gains: list[float], costs: list[float], now: _Round) -> int:
-        """The k with the highest gain − λ · cost; of equals the smallest."""
-        rate = self.pace.rate * now.active
-        k = max(range(len(gains)), key=lambda k: gains[k] - rate * costs[k])
+        """The k with the highest gain − λ · cost, of equals the smallest; with caution where waiting still teaches."""
+        price = self.pace.rate * now.active * (self.pace.caution if self._asks_first else 1.0)
+        k = max(range(len(gains)), key=lambda k: gains[k] - price * costs[k])
         now.cost = costs[k]
         return k
 

@@ -103,20 +103,33 @@ class Acceptance:
 
 
 class Pace:
-    """Tokens per one-position pass, lately: the λ of the choice. Plain decoding's 1 is the least it can be."""
+    """Tokens per one-position pass, lately: the λ of the choice. Plain decoding's 1 is the least it can be.
+
+    Estimates are noisy, and the best of several noisy ones is flattered. With caution a draft has to earn a bit more
+    than it costs, and much more in a run that has fallen behind plain decoding.
+    """
 
     FADE = 0.95
+    MARGIN, MARGIN_BEHIND = 0.1, 2.0
 
     def __init__(self) -> None:
         self.tokens = self.time = 3.0
+        self.lead = 0.0  # of the run over plain decoding, in tokens of a row
 
     def add(self, tokens: float, cost: float) -> None:
         self.tokens = self.FADE * self.tokens + tokens
         self.time = self.FADE * self.time + cost
+        self.lead += tokens - cost
+
+    @property
+    def caution(self) -> float:
+        """How much more than its cost a draft has to earn."""
+        return 1.0 + (self.MARGIN_BEHIND if self.lead < 0 else self.MARGIN)
 
     @property
     def rate(self) -> float:
         return max(1.0, self.tokens / self.time)
+
 
 
 class Times:
@@ -249,9 +262,9 @@ class RoundCosts:
         return 1.0 + self.SLOPE * (size - 1)
 
     def relative(self, sizes: Sequence[int]) -> list[float]:
-        """Passes of these sizes in units of the first."""
+        """Passes of these sizes in units of the first, which none of the larger ones can cost less than."""
         plain, *others = self.milliseconds(sizes)
-        return [1.0, *(ms / plain for ms in others)]
+        return [1.0, *(max(ms / plain, 1.0) for ms in others)]
 
     def drafts_up_to(self, k: int, rows: int = 1) -> list[float]:
         """d(j) / v(1), the time to draft j tokens for each of so many rows, for j = 0 … k."""

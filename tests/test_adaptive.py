@@ -461,7 +461,7 @@ def test_in_a_packed_pass_each_row_has_a_length_of_its_own():
 
     options = dict(rows=2, cost=by_size, tokens=600)
     _, packed = world(lambda b, place: float(b == 0), size_of=lambda n: n, **options)
-    both = [sent for sent, grown in zip(packed.sent, packed.grown) if all(grown)][20:]
+    both = [sent for sent, grown in zip(packed.sent, packed.grown) if all(grown)][30:]
     assert sum(first == 8 for first, _ in both) >= 0.9 * len(both) > 20
     assert sum(second for _, second in both) <= 0.05 * len(both)
     _, wide = world(lambda b, place: float(b == 0), **options)
