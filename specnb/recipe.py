@@ -58,7 +58,7 @@ ROUNDS: list[dict[str, Any]] = [
     dict(parts=6, epochs=2.0, learning_rate=1.5e-3, seed=1),
     dict(parts=6, epochs=1.0, learning_rate=1e-3, seed=2),
 ]
-MEDUSA_PARTS = 7
+MEDUSA_PARTS = (0, 1, 2, 4, 5, 6)  # the greedy ones
 MEDUSA: dict[str, Any] = dict(
     heads=4, hinted=True, head_rows=8192, epochs=5.0, batch_places=256, learning_rate=2e-3, seed=0
 )  # fmt: skip
@@ -134,17 +134,19 @@ def make_lessons(folder: Path, worker: int, of: int, max_batch: int) -> None:
 
 def lessons_of(folder: Path, parts: int, tokenizer: Any) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
     """The lessons of the first parts, to learn from; and those that are not learnt from."""
-    return divided([teaching.load(path_of(part, folder)) for part in range(parts)], tokenizer)
+    return divided({part: teaching.load(path_of(part, folder)) for part in range(parts)}, tokenizer)
 
 
-def divided(made: list[list[teaching.Lesson]], tokenizer: Any) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
-    """The same from parts that are loaded."""
-    held_out, first = made[0][:HELD_OUT], made[0][HELD_OUT:]
-    made = [first, *made[1:]]
-    if len(made) > LAG:
+def divided(
+    made: dict[int, list[teaching.Lesson]], tokenizer: Any
+) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
+    """The same from parts that are loaded, part 0 among them."""
+    held_out = made[0][:HELD_OUT]
+    made = made | {0: made[0][HELD_OUT:]}
+    if LAG in made:
         asked, tasks = made[LAG][:PART], made[LAG][PART:]
         made[LAG] = asked + [lesson for lesson in tasks if not is_about(lesson, held_out, tokenizer)]
-    return [lesson for part in made for lesson in part], held_out
+    return [lesson for part in made.values() for lesson in part], held_out
 
 
 def is_about(lesson: teaching.Lesson, others: Sequence[teaching.Lesson], tokenizer: Any) -> bool:
@@ -241,10 +243,10 @@ def scored(hits: Sequence[Tensor], k: int) -> dict[str, float]:
 # --- Medusa heads ---
 
 
-def make_states(folder: Path, parts: int = MEDUSA_PARTS) -> None:
+def make_states(folder: Path) -> None:
     """The hidden states of the answers of each part, in bfloat16."""
     target, _ = load_model(dtype=torch.bfloat16)
-    for part in range(parts):
+    for part in MEDUSA_PARTS:
         path = states_of(part, folder)
         if not path.exists():
             hidden = medusa_training.hidden_states(target, teaching.load(path_of(part, folder)))
@@ -260,9 +262,9 @@ def states_of(part: int, folder: Path) -> Path:
 def train_heads(folder: Path, draft: Path) -> None:
     """Heads for the default model, on what `make_states` has left."""
     target, tokenizer = load_model()
-    made = [teaching.load(path_of(part, folder)) for part in range(MEDUSA_PARTS)]
+    made = {part: teaching.load(path_of(part, folder)) for part in MEDUSA_PARTS}
     hidden = dict[teaching.Lesson, Tensor]()
-    for part, lessons in enumerate(made):
+    for part, lessons in made.items():
         states = load_file(states_of(part, folder))["hidden"].split([len(lesson.ids) for lesson in lessons])
         hidden |= dict(zip(lessons, states))
     learnt, held_out = divided(made, tokenizer)
@@ -271,7 +273,7 @@ def train_heads(folder: Path, draft: Path) -> None:
         Places.around(torch.cat([hidden[lesson] for lesson in some]), some, heads, hinted)
         for some in (learnt, held_out)
     )
-    settings = {**MEDUSA, "lessons": len(learnt), "tokens": len(places.newest), "parts": MEDUSA_PARTS}
+    settings = {**MEDUSA, "lessons": len(learnt), "tokens": len(places.newest), "parts": list(MEDUSA_PARTS)}
     found = medusa_training.train_on(
         target, learnt, held_out, places, kept, settings, folder=folder / "medusa", scores=12, callback=say_score
     )
