@@ -48,6 +48,7 @@ DRAFTERS = {
     "none": lambda model: None,
     "lookup": lambda model: specnb.PromptLookup(),
     "draft model": lambda model: specnb.DraftModel(perturbed(model), 3),
+    "trees": lambda model: specnb.PromptLookup(branches=3),
     "adaptive": lambda model: specnb.Adaptive(specnb.PromptLookup()),
 }
 RULES = {
