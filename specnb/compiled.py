@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from specnb import compat, kernels
 from specnb.cache import RAGGED_ATTENTION, RaggedCache, RaggedLayer, run_pass, target_pass
 from specnb.progress import Progress
+from specnb.replayed import Graph
 
 if TYPE_CHECKING:
     from specnb.drafters.base import Drafter
@@ -483,7 +484,6 @@ def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Te
     # here and not above: the compiler takes more than a second to import
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor import config as inductor_config
-    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -501,8 +501,7 @@ def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Te
         _tracing = False
     graph = GraphModule(graph, fx_graph_cse(graph.graph))
     with inductor_config.patch(OPTIONS):
-        compiled: Any = compile_fx(graph, inputs)
-    return compiled
+        return Graph(len(inputs) - len(names)).compile(graph, inputs)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

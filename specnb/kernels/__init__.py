@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from specnb.fetch import cache_folder
 
 SOURCE = Path(__file__).parent / "decoding.cpp"
+HEADER = Path(__file__).parent / "replay.h"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"]
 PANEL = 32  # outputs side by side in the packed form, as in the C++ source
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -54,6 +55,7 @@ def library() -> ctypes.CDLL:
         raise NoCompiler(f"the built kernel {target} does not load: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int
     _declare(lib.store, [pointer] * 3 + [ctypes.c_long] * 3 + [number] * 5)
+    _declare(lib.replay, [pointer, ctypes.c_long, pointer, number])
     for dtype in DTYPES.values():
         _declare(getattr(lib, f"linear_{dtype}"), [pointer] * 5 + [number] * 4)
         _declare(
@@ -78,7 +80,8 @@ def _fingerprint() -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    parts = [SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), str(compiler()), platform.machine(), flags]
+    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, HEADER)]
+    parts = [*sources, " ".join(FLAGS), str(compiler()), platform.machine(), flags]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -129,7 +132,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features:
     m = x.numel() // k
     y = x.new_empty(*x.shape[:-1], out_features)
     getattr(library(), f"linear_{DTYPES[x.dtype]}")(
-        x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), _scratch(m * k),
+        x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), scratch_room(m * k),
         m, out_features, k, torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -144,12 +147,18 @@ def _check_dtype(x: Tensor, other: Tensor) -> None:
 _room = threading.local()
 
 
-def _scratch(floats: int) -> int:
+def scratch_room(floats: int) -> int:
     """The address of that much room for intermediate values; one buffer a thread, used by one kernel at a time."""
     buffer = getattr(_room, "buffer", None)
     if buffer is None or buffer.numel() < floats:
         buffer = _room.buffer = torch.empty(2 * floats, dtype=torch.float32)
     return buffer.data_ptr()
+
+
+def attention_floats(heads: int, kv_heads: int, t: int, d: int, capacity: int) -> int:
+    """The intermediate values of one thread in `ragged_attention`: of all heads, for t tokens of a row."""
+    columns, width = (-(-n // PANEL) * PANEL for n in (heads // kv_heads * t, d))
+    return kv_heads * (columns * d + capacity * (d + width + columns))
 
 
 def _ragged_attention(
@@ -164,9 +173,8 @@ def _ragged_attention(
     _check_dtype(q, keys)
     q, places = q.contiguous(), places.contiguous()
     (r, heads, t, d), (_, kv_heads, capacity, _) = q.shape, keys.shape
-    columns, width = (-(-n // PANEL) * PANEL for n in (heads // kv_heads * t, d))
-    floats, threads = kv_heads * (columns * d + capacity * (d + width + columns)), torch.get_num_threads()
-    scratch = _scratch(threads * floats + r * t)  # for each thread; then where runs of one row start, 4 bytes each too
+    floats, threads = attention_floats(heads, kv_heads, t, d, capacity), torch.get_num_threads()
+    scratch = scratch_room(threads * floats + r * t)  # for each thread; then where runs of a row start, 4 bytes each
     out = q.new_empty(r, t, heads, d)
     getattr(library(), f"attention_{DTYPES[q.dtype]}")(
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), places.data_ptr(), out.data_ptr(), scratch, floats,

@@ -11,11 +11,15 @@
 // attention: the query at slot s of a row sees the slots 0 … s of that row's cache (with a window, the last of them).
 // Both products are the same panel kernel; a slot that is not seen has weight 0 and changes nothing, bit for bit. The
 // tokens of a pass may belong to different rows of the cache: neighbours of one row are computed together.
+//
+// Both are made for a team of threads that calls them together: the entries at the end form one, or `replay` does.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+
+#include "replay.h"
 
 constexpr int PANEL = 32;   // outputs side by side: two vectors of 16
 constexpr int HALF = PANEL / 2;
@@ -120,30 +124,27 @@ static inline int padded(int n) { return (n + PANEL - 1) / PANEL * PANEL; }
 // x [M, K], w packed, bias [N] or null, y [M, N]; scratch: M · K floats, x tile by tile: [K][rows of the tile].
 template <class T>
 void linear(const typename T::Value *x, const typename T::Unit *w, const float *bias, typename T::Value *y, float *scratch,
-            int M, int N, int K, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
+            int M, int N, int K) {
 #pragma omp for collapse(2) schedule(static)
-        for (int row = 0; row < M; row += TILE)
-            for (int part = 0; part < K; part += 64) {
-                const int height = least(TILE, M - row), end = least(part + 64, K);
-                for (int k = part; k < end; k++)
-                    for (int m = 0; m < height; m++)
-                        scratch[(long)row * K + k * height + m] = T::widen(x[(long)(row + m) * K + k]);
-            }
-#pragma omp for schedule(static)
-        for (int first = 0; first < N; first += PANEL)
-            for (int row = 0; row < M; row += TILE) {
-                const int height = least(TILE, M - row), width = least(PANEL, N - first);
-                float sums[TILE * PANEL];
-                tile<T, false>(height, w + (long)first / PANEL * K * T::UNITS, T::UNITS, scratch + (long)row * K, height,
-                               K, sums);
+    for (int row = 0; row < M; row += TILE)
+        for (int part = 0; part < K; part += 64) {
+            const int height = least(TILE, M - row), end = least(part + 64, K);
+            for (int k = part; k < end; k++)
                 for (int m = 0; m < height; m++)
-                    for (int n = 0; n < width; n++)
-                        y[(long)(row + m) * N + first + n] =
-                            T::narrow(sums[m * PANEL + n] + (bias ? bias[first + n] : 0.0f));
-            }
-    }
+                    scratch[(long)row * K + k * height + m] = T::widen(x[(long)(row + m) * K + k]);
+        }
+#pragma omp for schedule(static)
+    for (int first = 0; first < N; first += PANEL)
+        for (int row = 0; row < M; row += TILE) {
+            const int height = least(TILE, M - row), width = least(PANEL, N - first);
+            float sums[TILE * PANEL];
+            tile<T, false>(height, w + (long)first / PANEL * K * T::UNITS, T::UNITS, scratch + (long)row * K, height, K,
+                           sums);
+            for (int m = 0; m < height; m++)
+                for (int n = 0; n < width; n++)
+                    y[(long)(row + m) * N + first + n] =
+                        T::narrow(sums[m * PANEL + n] + (bias ? bias[first + n] : 0.0f));
+        }
 }
 
 // exp for x ≤ 0, to float32 precision: 2^n · e^r with |r| ≤ ln 2 / 2; below -87 it is 0.
@@ -290,36 +291,33 @@ void mix(const float *weights, const float *values, typename T::Value *out, cons
     }
 }
 
-// All heads of T neighbours, by all of these threads.
+// All heads of T neighbours.
 template <class T>
 void attention(const typename T::Value *q, const typename T::Value *keys, const typename T::Value *values,
-               const Place *places, typename T::Value *out, float *scratch, Shape s, int threads) {
+               const Place *places, typename T::Value *out, float *scratch, Shape s) {
     for (int t = 0; t < s.T; t++)
         s.seen = places[t].slot >= s.seen ? int(places[t].slot) + 1 : s.seen;
     float *queries = scratch, *wide_keys = queries + s.kv_heads * s.of_queries();
     float *wide_values = wide_keys + s.kv_heads * s.of_keys(), *scores = wide_values + s.kv_heads * s.of_values();
     const long head_size = (long)s.capacity * s.D;
-#pragma omp parallel num_threads(threads)
-    {
 #pragma omp for schedule(static)
-        for (int h = 0; h < s.kv_heads; h++)
-            arrange<T>(q + (long)h * (s.heads / s.kv_heads) * s.step * s.D, queries + h * s.of_queries(), s);
+    for (int h = 0; h < s.kv_heads; h++)
+        arrange<T>(q + (long)h * (s.heads / s.kv_heads) * s.step * s.D, queries + h * s.of_queries(), s);
 #pragma omp for collapse(2) schedule(static)
-        for (int h = 0; h < s.kv_heads; h++)
-            for (int j = 0; j < s.seen; j += TILE)
-                score<T>(keys + h * head_size, values + h * head_size, queries + h * s.of_queries(),
-                         wide_keys + h * s.of_keys(), wide_values + h * s.of_values(), scores + h * s.of_scores(), s, j,
-                         least(TILE, s.seen - j));
+    for (int h = 0; h < s.kv_heads; h++)
+        for (int j = 0; j < s.seen; j += TILE)
+            score<T>(keys + h * head_size, values + h * head_size, queries + h * s.of_queries(),
+                     wide_keys + h * s.of_keys(), wide_values + h * s.of_values(), scores + h * s.of_scores(), s, j,
+                     least(TILE, s.seen - j));
 #pragma omp for collapse(2) schedule(static)
-        for (int h = 0; h < s.kv_heads; h++)
-            for (int c = 0; c < s.columns; c += HALF)
-                softmax(scores + h * s.of_scores(), places, s, c);
+    for (int h = 0; h < s.kv_heads; h++)
+        for (int c = 0; c < s.columns; c += HALF)
+            softmax(scores + h * s.of_scores(), places, s, c);
 #pragma omp for collapse(3) schedule(static)
-        for (int h = 0; h < s.kv_heads; h++)
-            for (int c = 0; c < s.columns; c += TILE)
-                for (int d = 0; d < s.D; d += PANEL)
-                    mix<T>(scores + h * s.of_scores(), wide_values + h * s.of_values(), out, s, h, c, d);
-    }
+    for (int h = 0; h < s.kv_heads; h++)
+        for (int c = 0; c < s.columns; c += TILE)
+            for (int d = 0; d < s.D; d += PANEL)
+                mix<T>(scores + h * s.of_scores(), wide_values + h * s.of_values(), out, s, h, c, d);
 }
 
 // q [R, heads, T, D]; keys, values [B, kv_heads, capacity, D]; places [R][T]; out [R, T, heads, D]. Runs of neighbours
@@ -328,27 +326,34 @@ void attention(const typename T::Value *q, const typename T::Value *keys, const 
 template <class T>
 void attention_of_rows(const typename T::Value *q, const typename T::Value *keys, const typename T::Value *values,
                        const Place *places, typename T::Value *out, float *scratch, long floats, int *starts, int R,
-                       int heads, int kv_heads, int length, int D, int capacity, int window, int threads, float scale) {
+                       int heads, int kv_heads, int length, int D, int capacity, int window, float scale) {
+    const auto begins = [&](int i) { return i % length == 0 || places[i].row != places[i - 1].row; };
     int runs = 0;
     for (int i = 0; i < R * length; i++)
-        if (i % length == 0 || places[i].row != places[i - 1].row)
-            starts[runs++] = i;
-    const auto of_run = [&](int run, float *own, int team) {
+        runs += begins(i);
+#pragma omp single
+    for (int i = 0, run = 0; i < R * length; i++)
+        if (begins(i))
+            starts[run++] = i;
+    const auto of_run = [&](int run, float *own) {
         const int start = starts[run], end = run + 1 < runs ? starts[run + 1] : R * length;
         const int r = start / length, first = start % length;
         const long cached = places[start].row * kv_heads * (long)capacity * D;
         const Shape s(heads, kv_heads, end - start, D, capacity, window, scale, length);
         attention<T>(q + ((long)r * heads * length + first) * D, keys + cached, values + cached, places + start,
-                     out + (long)start * heads * D, own, s, team);
+                     out + (long)start * heads * D, own, s);
     };
-    if (runs < 2 * threads) { // no region around theirs: threads of a nested one would be made anew each time, for 1 ms
+    if (runs < 2 * omp_get_num_threads()) {
         for (int run = 0; run < runs; run++)
-            of_run(run, scratch, threads);
+            of_run(run, scratch);
         return;
     }
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int run = 0; run < runs; run++)
-        of_run(run, scratch + omp_get_thread_num() * floats, 1);
+    float *own = scratch + omp_get_thread_num() * floats;
+#pragma omp for schedule(dynamic)
+    for (int run = 0; run < runs; run++) {
+#pragma omp parallel num_threads(1) // a team of its own
+        of_run(run, own);
+    }
 }
 
 // New keys or values [R, heads, T, bytes], whose rows, heads and tokens lie so many bytes apart, go to their places
@@ -364,18 +369,34 @@ extern "C" void store(const char *fresh, char *cache, const Place *places, long 
             }
 }
 
+// [R, heads, T, bytes], whose rows, heads and tokens lie so many bytes apart, without gaps.
+static void gather(const char *x, char *out, long row_step, long head_step, long token_step, int R, int heads, int T,
+                   int bytes) {
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < heads; h++)
+            for (int t = 0; t < T; t++)
+                std::memcpy(out + ((long)(r * heads + h) * T + t) * bytes,
+                            x + r * row_step + h * head_step + t * token_step, bytes);
+}
+
+extern "C" void replay_store(const int64_t *words) { spread(store, words); }
+extern "C" void replay_gather(const int64_t *words) { spread(gather, words); }
+
 #define ENTRIES(name, T)                                                                                               \
     extern "C" void linear_##name(const T::Value *x, const T::Unit *w, const float *bias, T::Value *y, float *scratch,  \
                                   int M, int N, int K, int threads) {                                                  \
-        linear<T>(x, w, bias, y, scratch, M, N, K, threads);                                                           \
+        _Pragma("omp parallel num_threads(threads)") linear<T>(x, w, bias, y, scratch, M, N, K);                       \
     }                                                                                                                  \
     extern "C" void attention_##name(const T::Value *q, const T::Value *keys, const T::Value *values,                  \
                                      const Place *places, T::Value *out, float *scratch, long floats, int *starts,      \
                                      int R, int heads, int kv_heads, int length, int D, int capacity, int window,       \
                                      int threads, float scale) {                                                       \
-        attention_of_rows<T>(q, keys, values, places, out, scratch, floats, starts, R, heads, kv_heads, length, D,      \
-                             capacity, window, threads, scale);                                                        \
-    }
+        _Pragma("omp parallel num_threads(threads)")                                                                   \
+            attention_of_rows<T>(q, keys, values, places, out, scratch, floats, starts, R, heads, kv_heads, length, D,  \
+                                 capacity, window, scale);                                                             \
+    }                                                                                                                  \
+    extern "C" void replay_linear_##name(const int64_t *words) { spread(linear<T>, words); }                           \
+    extern "C" void replay_attention_##name(const int64_t *words) { spread(attention_of_rows<T>, words); }
 
 ENTRIES(bfloat16, BFloat16)
 ENTRIES(float32, Float32)
