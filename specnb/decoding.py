@@ -381,21 +381,10 @@ class Run:
 
     def commit(self, draft: Draft, verdict: Verdict, p: Scores) -> list[Round]:
         """Bring the verdict to the host, in the round's one copy, and write what stands."""
-        path = draft.tokens[:, :0] if verdict.path is None else verdict.path
-        columns = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid, path]
-        k = draft.tokens.shape[1]
-        accepted, following, tokens, invalid, path = (
-            torch.cat(columns, 1).cpu().split([1, 1, k, k + 1, path.shape[1]], 1)
-        )
+        verdicts, invalid = on_host(draft, verdict)
         self.refuse(invalid)
-        counts, accepted, following = draft.lengths.tolist(), accepted.flatten().tolist(), following.flatten().tolist()
-        guesses = [row[:n] for row, n in zip(tokens.tolist(), counts)]
-        trees = None
-        if draft.parents is not None:
-            above = [row[:n] for row, n in zip(draft.parents.tolist(), counts)]
-            trees = [(parents, row[:n]) for parents, row, n in zip(above, path.tolist(), accepted)]
         scores = p.table() if self.config.return_dict_in_generate and self.config.output_scores else None
-        return explained(self.rows.commit(guesses, accepted, following, scores, trees), draft)
+        return explained(self.rows.commit(verdicts, scores), draft)
 
     def refuse(self, invalid: Tensor) -> None:
         """Raise if a row that still grows has scores that decide nothing."""
@@ -448,6 +437,22 @@ class Run:
             stats=self.stats,
             trace=self.trace,
         )
+
+
+def on_host(draft: Draft, verdict: Verdict) -> tuple[list[Round], Tensor]:
+    """What was decided for each row, ended ones too, and which of its places decide nothing [B, K+1]: by one copy."""
+    k, path = draft.tokens.shape[1], draft.tokens[:, :0] if verdict.path is None else verdict.path
+    parts = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid, path]
+    accepted, following, tokens, invalid, path = torch.cat(parts, 1).cpu().split([1, 1, k, k + 1, path.shape[1]], 1)
+    rounds = []
+    for b, (n, stand) in enumerate(zip(draft.lengths.tolist(), accepted.flatten().tolist())):
+        r = Round(b, tokens[b, :n].tolist(), stand, int(following[b]), is_bonus=stand == n)
+        if draft.parents is not None:
+            parents, nodes = draft.parents[b, :n].tolist(), path[b, :stand].tolist()
+            at_leaf = (nodes[-1] if nodes else ROOT) not in parents
+            r = replace(r, parents=parents, path=nodes, is_bonus=at_leaf)
+        rounds.append(r)
+    return rounds, invalid
 
 
 def either(sampling: list[bool], sampled: Verdict, greedy: Verdict) -> Verdict:

@@ -30,6 +30,7 @@ from specnb.drafters import Drafter, DraftModel, EarlyExit
 from specnb.drafters.base import Session
 from specnb.processing import Processors
 from specnb.profiling import synchronise
+from specnb.report import Round
 from specnb.rows import Rows
 
 TIMED = 6  # guesses of a draft model that are made one by one
@@ -88,7 +89,7 @@ def replay(
         tokenizer: the target's, for drafters that want one.
 
     Raises:
-        ValueError: for an empty prompt or text, for `Adaptive`, and whatever the drafter raises.
+        ValueError: for an empty prompt or text, for `Adaptive` and drafters of trees, and whatever the drafter raises.
     """
     if not prompt or not text:
         raise ValueError(f"A replay needs a prompt and a text; got {len(prompt)} and {len(text)} tokens.")
@@ -96,6 +97,7 @@ def replay(
         raise ValueError(
             "Adaptive chooses by the times of a real run, which a replay lacks. Replay the drafter inside it."
         )
+    checks.check_chains(drafter, "A replay follows chains")
     prefills = True
     if isinstance(drafter, EarlyExit):
         drafter, prefills = drafter.alone(model), False
@@ -129,7 +131,7 @@ def _guesses_along(
             times.append(_since(started, model))
             guess = draft.tokens[0, : int(draft.lengths[0])].tolist()
         guesses.append(guess)
-        rows.commit([[]], [0], [token])
+        rows.commit([Round(0, [], 0, token, is_bonus=True)])
         drafter.observe(rows, [1])
     return guesses, times
 

@@ -85,32 +85,18 @@ class Rows:
         filled[:, 1 : k + 1] = draft.tokens * in_use.to(device)
         return filled
 
-    def commit(
-        self,
-        drafts: list[list[int]],
-        accepted: list[int],
-        following: list[int],
-        scores: Tensor | None = None,
-        trees: Sequence[tuple[list[int], list[int]]] | None = None,
-    ) -> list[Round]:
+    def commit(self, verdicts: Sequence[Round], scores: Tensor | None = None) -> list[Round]:
         """Write each active row's accepted guesses and the token after them, up to where the row ends.
 
         Args:
-            drafts: the guesses of each row.
-            accepted: how many of them the verdict lets stand.
-            following: the correction or bonus token of each row.
+            verdicts: what was decided for each row, ended ones too.
             scores: [B, K+1, V], kept for every committed token if given (custom stop rules may look at them).
-            trees: for trees of guesses, of each row the parents and the path that stands.
+
+        Returns:
+            of each active row what was written of it.
         """
-        rounds = []
-        for b in self.active:
-            r = Round(b, drafts[b], accepted[b], following[b], is_bonus=accepted[b] == len(drafts[b]))
-            if trees is not None:
-                parents, path = trees[b]
-                at_leaf = (path[-1] if path else -1) not in parents
-                r = replace(r, parents=parents, path=path, is_bonus=at_leaf)
-            rounds.append(self._commit_row(r, None if scores is None else scores[b]))
-        return rounds
+        growing = [(verdicts[b], None if scores is None else scores[b]) for b in self.active]
+        return [self._commit_row(verdict, row_scores) for verdict, row_scores in growing]
 
     def _commit_row(self, verdict: Round, scores: Tensor | None) -> Round:
         """Write what the verdict lets stand; returns it as far as the row went."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from specnb.drafters.base import Draft, Drafter, Session
+from specnb.report import Round
 from specnb.rows import Rows
 
 
@@ -163,7 +164,9 @@ def commit(rows: Rows, texts: Sequence[Sequence[int]], guesses: list[list[int]])
         next((j for j, (guess, token) in enumerate(zip(g, text)) if guess != token), len(g))
         for g, text in zip(guesses, rest)
     ]
-    rows.commit(guesses, accepted, [text[n] if n < len(text) else 0 for text, n in zip(rest, accepted)])
+    following = [text[n] if n < len(text) else 0 for text, n in zip(rest, accepted)]
+    decided = zip(guesses, accepted, following)
+    rows.commit([Round(b, g, n, token, is_bonus=n == len(g)) for b, (g, n, token) in enumerate(decided)])
     return [after - n for after, n in zip(rows.lengths, before)]
 
 
