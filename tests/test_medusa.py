@@ -433,6 +433,22 @@ def test_heads_serve_a_target_of_another_dtype(llama):
     assert next(heads.parameters()).dtype == torch.float32  # they themselves stay as they were
 
 
+def test_heads_that_have_changed_since_the_last_run_are_looked_at_again(llama):
+    heads = random_heads()
+    drafter = specnb.Medusa(heads, BRANCHED)
+    options = dict(max_new_tokens=8, return_trace=True)
+    before = rounds_of(specnb.generate(llama, prompt(), drafter, **options))
+    attached = drafter._attached
+    assert rounds_of(specnb.generate(llama, prompt(), drafter, **options)) == before
+    assert drafter._attached is attached
+    heads.load_state_dict(random_heads(seed=1).state_dict())
+    after = rounds_of(specnb.generate(llama, prompt(), drafter, **options))
+    assert after == rounds_of(specnb.generate(llama, prompt(), specnb.Medusa(heads, BRANCHED), **options)) != before
+    half = tiny_model().to(torch.bfloat16)
+    specnb.generate(half, prompt(), drafter, max_new_tokens=4)
+    assert drafter._attached.matrix.dtype == torch.bfloat16
+
+
 # --- files, and other targets ---
 
 

@@ -321,7 +321,7 @@ class Medusa(Drafter):
             )
         if self.shape and int(self._ranks.min()) < 0:
             raise ValueError(f"A rank in the tree is below 0: {min(self.shape)}. Ranks count from 0, the favourite.")
-        self._session: Session | None = None
+        self._known: list[tuple[Tensor, int]] = []
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], shape: Sequence[Sequence[int]] | None = None) -> Medusa:
@@ -368,15 +368,23 @@ class Medusa(Drafter):
     # --- a run ---
 
     def start(self, session: Session) -> None:
-        self._session = session
-        output: Any = session.model.get_output_embeddings()
-        self._attached = Attached(_like(self.heads, output.weight), session.model)
+        self._attach(session.model)
         widest, guessable = max([*self._ranks.tolist(), 0]) + 1, len(self._attached.ids)
         if widest > guessable:
             raise ValueError(f"The tree wants the {widest} best tokens of a head that can guess {guessable}.")
         self._widest = widest
         self._hidden: dict[int, Tensor] = {}  # row → [H], of the place that has predicted its newest token
         self._texts: dict[int, Hints] = {}
+
+    def _attach(self, model: PreTrainedModel) -> None:
+        """Copies of the heads and of some rows of the output matrix, if the last run's are not still the right ones."""
+        output: Any = model.get_output_embeddings()
+        tensors = [*output.parameters(), *self.heads.parameters()]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        known, seen = [tensor for tensor, _ in self._known], [version for _, version in self._known]
+        if len(known) != len(tensors) or seen != versions or any(a is not b for a, b in zip(known, tensors)):
+            self._attached = Attached(_like(self.heads, output.weight), model)
+            self._known = list(zip(tensors, versions))
 
     def join(self, row: int) -> None:
         self.leave(row)
