@@ -15,6 +15,7 @@ from specnb import medusa_training, teaching, training, trees
 from specnb.drafters import medusa
 from specnb.drafters.hints import Hints
 from specnb.medusa_training import BEST, Places
+from specnb.oracle import exact_law, loop_sampler
 from tests.tiny import FAMILIES, VOCAB, fresh_logits, plain, prompt, tiny_model
 
 NEW = 20
@@ -517,3 +518,15 @@ def test_damaged_files_are_refused(tmp_path, how, message):
     damage(tmp_path, how)
     with pytest.raises(ValueError, match=message):
         specnb.Medusa.from_pretrained(tmp_path)
+
+
+# --- the law ---
+
+
+@pytest.mark.statistical
+def test_sampling_keeps_the_targets_law():
+    """Three tokens: the first round has no guesses, the next ones try the heads' favourites in turn."""
+    target = tiny_model(vocab_size=7, initializer_range=0.15, seed=2)
+    drafter, ids = specnb.Medusa(random_heads(hinted=False), BRANCHED), torch.tensor([[1, 2, 3, 1, 2, 4, 1, 2]])
+    law = exact_law(target, ids, 3, do_sample=True, top_k=0)
+    assert specnb.audit(loop_sampler(target, ids, drafter, 3, top_k=0), law, n=3000).passed
