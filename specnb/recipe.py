@@ -247,12 +247,16 @@ def make_states(folder: Path) -> None:
     """The hidden states of the answers of each part, in bfloat16."""
     target, _ = load_model(dtype=torch.bfloat16)
     for part in MEDUSA_PARTS:
-        path = states_of(part, folder)
-        if not path.exists():
-            hidden = medusa_training.hidden_states(target, teaching.load(path_of(part, folder)))
-            save_file({"hidden": hidden}, path.with_suffix(".part"))
-            path.with_suffix(".part").replace(path)
-            print(json.dumps({"states of part": part}), flush=True)
+        known_states(states_of(part, folder), target, teaching.load(path_of(part, folder)))
+
+
+def known_states(path: Path, target: PreTrainedModel, lessons: Sequence[teaching.Lesson]) -> Tensor:
+    """The hidden states along these answers, from the file if it is there."""
+    if not path.exists():
+        hidden = medusa_training.hidden_states(target, lessons)
+        save_file({"hidden": hidden}, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+    return load_file(path)["hidden"]
 
 
 def states_of(part: int, folder: Path) -> Path:
@@ -309,7 +313,8 @@ def evaluate_heads(folder: Path, draft: Path) -> None:
     target, tokenizer = load_model()
     drafter, lessons, suite = Medusa.from_pretrained(draft), suite_answers(folder, target, tokenizer), load_prompts()
     heads = drafter.heads.float()
-    places = Places.of(target, lessons, len(heads), heads.hinted, progress=True)
+    hidden = known_states(folder / "suite-states.safetensors", target, lessons)
+    places = Places.around(hidden, lessons, len(heads), heads.hinted)
     ranks = medusa_training.ranks(Attached(heads, target), places).split(places.sizes)
     told: dict[str, Any] = {"dtype": str(target.dtype), "max_new_tokens": ANSWER_TOKENS, "shape": drafter.shape}
     told["all"] = measured_heads(ranks, drafter)
