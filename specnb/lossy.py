@@ -33,8 +33,8 @@ class TypicalAcceptance:
     Source: Cai et al. 2024 (Medusa, arXiv 2401.10774), section 2.3.3, there with δ = √ε. Judged in notebook 11.
     """
 
-    epsilon: float = 0.3
-    delta: float = 0.09
+    epsilon: float = 0.09
+    delta: float = 0.3
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon <= 1 or not 0 <= self.delta < float("inf"):
