@@ -30,7 +30,7 @@ class TypicalAcceptance:
     Raises:
         ValueError: for numbers outside their range.
 
-    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774), section 2.3.3, there with δ = √ε. Judged in notebook 11.
+    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774), where δ = √ε. Judged in notebook 11.
     """
 
     epsilon: float = 0.09
