@@ -219,9 +219,11 @@ class Twin:
         self.refused: set[int] = set()
         self.narrows = True
         self.graphs: dict[Any, Callable[..., Any]] = {}
+        kinds: dict[Any, int] = {}  # a layer's traits are many: their number stands for them
         for index, layer in enumerate(blocks(self.network)):
             tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
-            layer.forward = functools.partial(self.run_layer, layer, tensors, traits(layer), index)
+            kind = kinds.setdefault(traits(layer), len(kinds))
+            layer.forward = functools.partial(self.run_layer, layer, tensors, kind, index)
         compare(probe(model, 5), probe(self.network, 5), model.dtype)
         check_windows(model)
 
@@ -330,7 +332,7 @@ class Twin:
             yield from self.passes(counts[half:], pass_width)
 
     def run_layer(
-        self, layer: nn.Module, own: dict[str, Tensor], kind: Any, index: int, *args: Any, **kwargs: Any
+        self, layer: nn.Module, own: dict[str, Tensor], kind: int, index: int, *args: Any, **kwargs: Any
     ) -> Any:
         """A layer's forward with its own part of the cache in the cache's place; compiled once per kind and shape."""
         cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, RaggedCache))
@@ -352,12 +354,11 @@ class Twin:
 
 def traits(layer: nn.Module) -> Any:
     """What layers must have in common to share a graph: their classes and plain attributes, but not their number."""
-    plain = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), attribute, value)
         for name, module in layer.named_modules()
         for attribute, value in vars(module).items()
-        if isinstance(value, plain) and attribute != "layer_idx"
+        if type(value) in PLAIN and attribute != "layer_idx"
     )
 
 
@@ -447,12 +448,18 @@ def users_level() -> int:
     return level
 
 
+PLAIN = {type(None), bool, int, float, str}
+
+
 def disassemble(value: Any, tensors: list[Tensor]) -> Any:
     """Take the tensors out of nested arguments; returns their form, which is equal for equal constants."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind in PLAIN:  # first, and by type: to ask whether something else is a tensor takes as long as all the rest
+        return value
+    if kind is Tensor or isinstance(value, Tensor):
         tensors.append(value)
         return Tensor
-    if isinstance(value, LayerView):
+    if kind is LayerView:
         tensors += (value.keys, value.values, value.places)
         return LayerView
     if isinstance(value, (list, tuple)):
@@ -535,6 +542,10 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(module, name, PackedLinear(weight, child.bias))
         for names in TOGETHER:
             join(module, names)
+    packed = [module for module in twin.modules() if isinstance(module, (PackedLinear, Joined))]
+    stretch = kernels.Stretch(sum(layer.packed.nbytes + 64 for layer in packed))
+    for layer in packed:
+        layer.packed = stretch.take_in(layer.packed)
     return twin.eval()
 
 

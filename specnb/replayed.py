@@ -185,14 +185,17 @@ class Program:
         self.attentions = recorder.attentions
         bases = {base for _, _, words in recorder.calls for base, _ in words}
         self.caches = sorted(i for what, i in bases if what == "capacity")
-        read = sorted(i for what, i in bases if what == "given" and i < inputs)
-        self.layouts = [(i, layout(given[i])) for i in read]
+        self.layouts = [
+            (i, given[i].dtype, given[i].is_contiguous(), given[i].stride())
+            for i in sorted(i for what, i in bases if what == "given" and i < inputs)
+        ]
         self.outs = [(out.shape, out.stride(), out.dtype) for out in outs]
         places, size = _places(recorder.made, outs)
         self.arena = torch.empty(size, dtype=torch.uint8)
         code = self._code(recorder.calls, places, self._bases(len(outs), len(given)))
         self.code, self.length = (ctypes.c_int64 * len(code))(*code), len(code)
         self.replay = kernels.library().replay
+        self.sizes_of: Any = None  # the capacities and threads that `sizes` and `floats` are for
 
     def _bases(self, outs: int, given: int) -> list[Base]:
         """The numbers of a call, in the order in which `__call__` puts them together."""
@@ -213,27 +216,28 @@ class Program:
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """What the graph would return for these tensors; None if their layout is another."""
-        if any(layout(given[i]) != known for i, known in self.layouts):
-            return None
-        threads = torch.get_num_threads()
+        for i, dtype, contiguous, stride in self.layouts:
+            tensor = given[i]
+            if tensor.dtype != dtype or not (tensor.is_contiguous() if contiguous else tensor.stride() == stride):
+                return None
+        threads, capacities = torch.get_num_threads(), [given[i].shape[2] for i in self.caches]
         outs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in self.outs]
-        capacities = [given[i].shape[2] for i in self.caches]
         numbers = [0, self.arena.data_ptr(), *self._room(capacities, threads), *capacities]
-        numbers += [tensor.data_ptr() for tensor in (*outs, *given)]
+        numbers += [tensor.data_ptr() for tensor in outs]
+        numbers += [tensor.data_ptr() for tensor in given]
         self.replay(self.code, self.length, (ctypes.c_int64 * len(numbers))(*numbers), threads)
         return outs
 
     def _room(self, capacities: list[int], threads: int) -> list[int]:
         """Where attention has scratch memory; then of each call the floats for a thread, and where runs are noted."""
-        sizes = [a.numbers(capacities[self.caches.index(a.cache)], threads) for a in self.attentions]
-        floats = [behind // 4 + a.tokens for a, (_, behind) in zip(self.attentions, sizes)]
-        scratch = kernels.scratch_room(max(floats, default=0))
-        return [scratch, *[n for size, behind in sizes for n in (size, scratch + behind)]]
-
-
-def layout(tensor: Tensor) -> Any:
-    """What the calls of a program take for granted."""
-    return tensor.dtype, tensor.is_contiguous() or tensor.stride()
+        if self.sizes_of != (capacities, threads):
+            found = dict(zip(self.caches, capacities))
+            self.sizes = [a.numbers(found[a.cache], threads) for a in self.attentions]
+            rooms = [behind // 4 + a.tokens for a, (_, behind) in zip(self.attentions, self.sizes)]
+            self.floats = max(rooms, default=0)
+            self.sizes_of = capacities, threads
+        scratch = kernels.scratch_room(self.floats)
+        return [scratch, *[n for size, behind in self.sizes for n in (size, scratch + behind)]]
 
 
 def _places(made: dict[int, int], outs: Sequence[Tensor]) -> tuple[dict[Base, Word], int]:

@@ -82,6 +82,17 @@ def test_a_row_of_a_linear_layer_depends_on_nothing_else(dtype, two_threads):
     assert torch.equal(layer(x), whole)
 
 
+def test_weights_side_by_side_are_the_same_weights(dtype):
+    """Whatever their sizes, each begins where a line of the cache begins, and none reaches into the next."""
+    weights = [kernels.pack(normal(*shape, dtype=dtype, seed=i)) for i, shape in enumerate([(40, 3), (1, 1), (64, 9)])]
+    weights.append(torch.arange(3, dtype=torch.uint8))
+    stretch = kernels.Stretch(sum(weight.nbytes + 64 for weight in weights))
+    moved = [stretch.take_in(weight) for weight in weights]
+    assert all(map(torch.equal, moved, weights)) and all(weight.is_contiguous() for weight in moved)
+    starts = [weight.data_ptr() for weight in moved]
+    assert starts == sorted(starts) and all(start % 64 == 0 for start in starts)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_bad_number_stays_in_its_row(bad, dtype):
     layer, x = PackedLinear(normal(50, 20, dtype=dtype)), normal(14, 20, dtype=dtype, seed=1)

@@ -31,6 +31,7 @@ from specnb.fetch import cache_folder
 SOURCE = Path(__file__).parent / "decoding.cpp"
 HEADER = Path(__file__).parent / "replay.h"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"]
+LARGE_PAGE = 1 << 21  # bytes
 PANEL = 32  # outputs side by side in the packed form, as in the C++ source
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -55,6 +56,7 @@ def library() -> ctypes.CDLL:
         raise NoCompiler(f"the built kernel {target} does not load: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int
     _declare(lib.store, [pointer] * 3 + [ctypes.c_long] * 3 + [number] * 5)
+    _declare(lib.large_pages, [pointer, ctypes.c_long])
     _declare(lib.replay, [pointer, ctypes.c_long, pointer, number])
     for dtype in DTYPES.values():
         _declare(getattr(lib, f"linear_{dtype}"), [pointer] * 5 + [number] * 4)
@@ -111,6 +113,20 @@ def pack(weight: Tensor) -> Tensor:
     if weight.dtype == torch.bfloat16:
         return padded.view(panels, 2, PANEL // 2, k).permute(0, 3, 2, 1).contiguous()
     return padded.permute(0, 2, 1).contiguous()
+
+
+class Stretch:
+    """Memory for so many bytes of packed weights, one matrix behind the other, in large pages where there are any."""
+
+    def __init__(self, bytes: int) -> None:
+        memory = torch.empty(bytes + LARGE_PAGE, dtype=torch.uint8)
+        self.memory = memory[-memory.data_ptr() % LARGE_PAGE :]
+        library().large_pages(self.memory.data_ptr(), bytes)
+
+    def take_in(self, tensor: Tensor) -> Tensor:
+        """The same numbers, in the next part of the stretch."""
+        place, self.memory = self.memory[: tensor.nbytes], self.memory[-(-tensor.nbytes // 64) * 64 :]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 _operators = torch.library.Library("specnb", "FRAGMENT")

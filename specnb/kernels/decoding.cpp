@@ -18,12 +18,16 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "replay.h"
 
 constexpr int PANEL = 32;   // outputs side by side: two vectors of 16
 constexpr int HALF = PANEL / 2;
 constexpr int AHEAD = 8192; // bytes between what is multiplied and what is being fetched
+constexpr int SECOND = 2;   // into the second level of cache: the first can wait for far fewer lines at a time
 
 #if defined(__AVX512F__)
 constexpr int TILE = 12;    // 24 accumulators in 32 registers
@@ -90,9 +94,9 @@ void panel(const typename T::Unit *w, long stride, const float *x, long lead, in
         low[m] = high[m] = Floats{};
     for (int k = 0; k < K; k++) {
         const typename T::Unit *step = w + k * stride;
-        __builtin_prefetch((const char *)step + AHEAD);
+        __builtin_prefetch((const char *)step + AHEAD, 0, SECOND);
         if (sizeof(typename T::Unit) * T::UNITS > 64)
-            __builtin_prefetch((const char *)step + AHEAD + 64);
+            __builtin_prefetch((const char *)step + AHEAD + 64, 0, SECOND);
         const Pair weights = T::load(step);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
@@ -377,6 +381,15 @@ static void gather(const char *x, char *out, long row_step, long head_step, long
             for (int t = 0; t < T; t++)
                 std::memcpy(out + ((long)(r * heads + h) * T + t) * bytes,
                             x + r * row_step + h * head_step + t * token_step, bytes);
+}
+
+// Ask for large pages for memory that nobody has written to yet: fewer addresses to look up while weights stream by.
+extern "C" void large_pages(void *start, long bytes) {
+#ifdef MADV_HUGEPAGE
+    madvise(start, bytes, MADV_HUGEPAGE); // a wish: it may be refused
+#else
+    (void)start, (void)bytes;
+#endif
 }
 
 extern "C" void replay_store(const int64_t *words) { spread(store, words); }
