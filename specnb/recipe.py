@@ -284,20 +284,20 @@ def train_heads(folder: Path, draft: Path) -> None:
     found.save(draft)
 
 
-def choose_tree(folder: Path, heads: Path) -> None:
+def choose_tree(folder: Path, draft: Path) -> None:
     """The heads' tree for this machine, with compiled passes in bfloat16; it is saved with them."""
     target, tokenizer = load_model(dtype=torch.bfloat16)
-    drafter = Medusa.from_pretrained(heads)
+    drafter = Medusa.from_pretrained(draft)
     curve = compiled_cost(target)
     seconds = timed(drafter, "draft")
     for prompt in load_prompts(limit=1)[:3]:
         generate(target, encode(tokenizer, prompt), drafter, max_new_tokens=32, compile=True, do_sample=False)
     drafting = 1e3 * median(seconds)
     shape = medusa_shape(drafter, lambda positions: curve(pass_size(int(positions))), drafting=drafting)
-    Medusa(drafter.heads, shape, chances=drafter.chances).save(heads, target)
+    Medusa(drafter.heads, shape, chances=drafter.chances).save(draft, target)
     told = {"pass_ms": dict(zip(curve.positions, curve.milliseconds)), "draft_ms": drafting, "nodes": len(shape)}
     told |= {"threads": torch.get_num_threads(), "dtype": str(target.dtype)}
-    (heads / "tree.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (draft / "tree.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(told))
 
 

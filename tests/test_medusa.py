@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import random
 
@@ -11,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specnb
-from specnb import medusa_training, teaching, training, trees
+from specnb import medusa_training, recipe, teaching, training, trees
 from specnb.drafters import medusa
 from specnb.drafters.hints import Hints
 from specnb.medusa_training import BEST, Places
 from specnb.oracle import exact_law, loop_sampler
+from specnb.resources import data_path
 from tests.tiny import FAMILIES, VOCAB, fresh_logits, plain, prompt, tiny_model
 
 NEW = 20
@@ -518,6 +520,97 @@ def test_damaged_files_are_refused(tmp_path, how, message):
     damage(tmp_path, how)
     with pytest.raises(ValueError, match=message):
         specnb.Medusa.from_pretrained(tmp_path)
+
+
+# --- the recipe ---
+
+
+class Words:
+    """As much of a tokenizer as the recipe needs."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(f"word{int(i)}" for i in ids)
+
+
+def test_the_recipe_makes_heads_measures_them_and_chooses_their_tree(tmp_path, monkeypatch):
+    """All its steps for heads, on the tiny model; passes that cost nothing get the largest tree, dear ones a small."""
+    target, folder, heads = tiny_model(), tmp_path / "lessons", tmp_path / "heads"
+    folder.mkdir()
+    monkeypatch.setattr(recipe, "load_model", lambda **_: (target, Words()))
+    monkeypatch.setattr(recipe, "MEDUSA_PARTS", (0, 2))
+    monkeypatch.setattr(recipe, "HELD_OUT", 6)
+    monkeypatch.setitem(recipe.MEDUSA, "learning_rate", 3e-2)
+    for part in (0, 2):
+        teaching.save(lessons()[part * 6 : part * 6 + 12], recipe.path_of(part, folder))
+    teaching.save(lessons()[:9] * 10, folder / "suite.safetensors")
+    recipe.main(["states", str(folder)])
+    recipe.main(["medusa", str(folder), str(heads)])
+    settings = json.loads((heads / "training.json").read_text())["settings"]
+    assert settings["lessons"] == 18 and settings["parts"] == [0, 2]
+
+    generate = specnb.generate
+    monkeypatch.setattr(recipe, "generate", lambda *a, compile, **options: generate(*a, **options))
+    monkeypatch.setattr(recipe, "encode", lambda tokenizer, prompt_: prompt())
+    sizes = []
+    for slope in (0.0, 1.0):
+        curve = specnb.CostCurve((1, 32), (10.0, 10.0 + 31 * slope))
+        monkeypatch.setattr(recipe, "compiled_cost", lambda model, curve=curve: curve)
+        recipe.main(["medusa-tree", str(folder), str(heads)])
+        drafter = specnb.Medusa.from_pretrained(heads)
+        sizes.append(len(drafter.shape))
+        assert json.loads((heads / "tree.json").read_text())["nodes"] == sizes[-1]
+    assert sizes[0] == len(drafter.chances) > sizes[1]
+
+    recipe.main(["evaluate-medusa", str(folder), str(heads)])
+    told = json.loads((heads / "evaluation.json").read_text())
+    assert list(told["groups"]) == list(specnb.workloads.GROUPS)
+    assert told["all"]["tokens"] == 90 * NEW == sum(group["tokens"] for group in told["groups"].values())
+    assert told["shape"] == [list(path) for path in drafter.shape]
+
+
+# --- the ones that ship ---
+
+
+@functools.cache
+def shipped():
+    return data_path("drafts") / "smollm2-135m-medusa"
+
+
+def test_the_shipped_heads_are_small_and_told_about():
+    data = {"medusa.json", "medusa.safetensors", "training.json", "evaluation.json", "tree.json"}
+    assert {path.name for path in shipped().iterdir()} == data | {"README.md"}
+    assert sum(path.stat().st_size for path in shipped().iterdir()) <= 10e6
+    drafter = specnb.Medusa.from_pretrained("smollm2-135m-medusa")
+    assert len(drafter.chances) == 63 and drafter.shape == [path for path, _ in drafter.chances[: len(drafter.shape)]]
+    history = json.loads((shipped() / "training.json").read_text())["history"]
+    assert history[-1]["tokens_per_pass"] > history[0]["tokens_per_pass"]
+
+
+def test_the_card_says_what_was_measured():
+    """The tables of the card, line by line, against evaluation.json."""
+    told, card = json.loads((shipped() / "evaluation.json").read_text()), (shipped() / "README.md").read_text()
+    for name, group in {**told["groups"], "all": told["all"]}.items():
+        top1 = " / ".join(f"{row[0]:.2f}" for row in group["accuracy"])
+        assert f"| {name} | {top1} | {group['tokens_per_pass_of_chain']:.2f} | {group['tokens_per_pass']:.2f} |" in card
+    for head, row in enumerate(told["all"]["accuracy"]):
+        assert f"| {head} | {head + 1} | " + " | ".join(f"{share:.2f}" for share in row) in card
+    assert list(told["groups"]) == list(specnb.workloads.GROUPS)
+    assert told["all"]["tokens_per_pass"] >= 2.0
+    assert hashlib.sha256((shipped() / "medusa.safetensors").read_bytes()).hexdigest() in card
+
+
+@pytest.mark.real_model
+def test_the_shipped_heads_guess_well_on_questions_they_have_never_seen(real):
+    """Two groups of the suite, one question each; over all of it the card says more."""
+    model, tokenizer = real
+    drafter = specnb.Medusa.from_pretrained("smollm2-135m-medusa")
+    passes = 0.0
+    for p in specnb.load_prompts(group=["code_edit", "list"], limit=1):
+        out = specnb.generate(model, specnb.encode(tokenizer, p), drafter, max_new_tokens=32, do_sample=False)
+        passes += int(out.stats.target_passes) / int(out.stats.emitted)
+    assert passes / 2 < 1 / 1.5
+    with pytest.raises(ValueError, match="the target's output head takes 32"):
+        specnb.generate(tiny_model(), prompt(), drafter, max_new_tokens=4)
 
 
 # --- the law ---
