@@ -29,6 +29,7 @@ from specnb.drafters.medusa import Attached, Medusa, MedusaHeads, Ranks, hints_a
 from specnb.progress import Progress
 from specnb.teaching import Lesson, Silent, answers_or_lessons, favourites, split
 from specnb.trainer import TrainingLoop
+from specnb.trees import grow_shape
 from specnb.workloads import Prompt
 
 BEST = 10  # ranks that are told apart
@@ -131,18 +132,24 @@ def _hidden_states(target: PreTrainedModel, texts: Sequence[Tensor]) -> Tensor:
 # --- how good heads are ---
 
 
-@torch.no_grad()
 def ranks(attached: Attached, places: Places) -> Tensor:
     """The rank of the true token among each head's guesses, LongTensor [N, heads]: `BEST` if it is not among so many
     best, -1 beyond the answer's end."""
-    found = []
+    return judged(attached, places)[0]
+
+
+@torch.no_grad()
+def judged(attached: Attached, places: Places) -> tuple[Tensor, Tensor]:
+    """`ranks`, and the chances that heads give to their best guesses, [N, heads, ≤ BEST]."""
+    found, chances = [], []
     for some in torch.arange(len(places.newest)).split(512):
         hints = places.hints_at(some)
         logits = attached(places.hidden[some], places.newest[some], hints)
-        best = logits.topk(min(BEST, logits.shape[-1]), dim=-1).indices.cpu()
-        right = best == attached.columns(places.labels(some).clamp(min=0)[..., None], hints)
+        best = logits.softmax(dim=-1).topk(min(BEST, logits.shape[-1]), dim=-1)
+        right = best.indices.cpu() == attached.columns(places.labels(some).clamp(min=0)[..., None], hints)
         found.append(right.int().argmax(-1).where(right.any(-1), BEST))
-    return torch.cat(found).where(places.ahead >= 0, NO_TOKEN)
+        chances.append(best.values.cpu())
+    return torch.cat(found).where(places.ahead >= 0, NO_TOKEN), torch.cat(chances)
 
 
 def accuracies(found: Tensor, best: int = 5) -> list[list[float]]:
@@ -169,16 +176,34 @@ def _right_paths(row: Sequence[int]) -> Iterator[Ranks]:
         yield tuple(row[: depth + 1])
 
 
-def tree_tokens_per_pass(found: Tensor, sizes: Sequence[int], shape: Sequence[Ranks]) -> float:
-    """Tokens per pass of greedy decoding with this tree, from the ranks along known answers of these sizes."""
-    passes = sum(_rounds(rows.tolist(), set(shape)) for rows in found.split(list(sizes)))
-    return sum(sizes) / passes if passes else float("nan")
+def tree_tokens_per_pass(
+    found: Tensor, sizes: Sequence[int], shape: Sequence[Ranks] | int, chances: Tensor | None = None
+) -> float:
+    """Tokens per pass of greedy decoding with this tree, from the ranks along known answers of these sizes.
+
+    Args:
+        shape: a tree; or a number of nodes, of trees grown anew from the ``chances`` (`judged`).
+    """
+    always = None if isinstance(shape, int) else set(shape)
+
+    def tree(place: int) -> set[Ranks]:
+        if always is not None:
+            return always
+        assert chances is not None and isinstance(shape, int)
+        return set(grow_shape(chances[place].tolist(), shape))
+
+    passes, first, rows = 0, 0, found.tolist()
+    for size in sizes:
+        passes += _rounds(rows, first, first + size, tree)
+        first += size
+    return first / passes if passes else float("nan")
 
 
-def _rounds(rows: Sequence[Sequence[int]], shape: set[Ranks]) -> int:
+def _rounds(rows: Sequence[Sequence[int]], first: int, end: int, tree: Callable[[int], set[Ranks]]) -> int:
     """Passes that an answer takes. The first drafts nothing: no hidden state is known."""
-    newest, count = 0, 1
-    while newest < len(rows) - 1:
+    newest, count = first, 1
+    while newest < end - 1:
+        shape = tree(newest)
         right = sum(path in shape for path in _right_paths(rows[newest]))
         newest, count = newest + right + 1, count + 1
     return count
@@ -225,8 +250,8 @@ class TrainedHeads:
     settings: dict[str, Any] = field(repr=False)
     target: PreTrainedModel = field(repr=False)
 
-    def drafter(self, shape: Sequence[Ranks] | None = None) -> Medusa:
-        """The drafter; the default tree is the best one of 15 nodes."""
+    def drafter(self, shape: Sequence[Ranks] | int | None = None) -> Medusa:
+        """The drafter, with a tree as `Medusa` takes it; the default is the best one of 15 nodes."""
         tree = [path for path, _ in self.chances[:NODES]] if shape is None else shape
         return Medusa(self.heads, tree, chances=self.chances)
 
@@ -234,7 +259,7 @@ class TrainedHeads:
         self,
         folder: str | os.PathLike[str],
         dtype: torch.dtype = torch.bfloat16,
-        shape: Sequence[Ranks] | None = None,
+        shape: Sequence[Ranks] | int | None = None,
     ) -> Path:
         """Write a folder for `Medusa.from_pretrained`; ``training.json`` in it has settings and history."""
         folder = self.drafter(shape).save(folder, self.target, dtype)

@@ -315,7 +315,8 @@ def evaluate_heads(folder: Path, draft: Path) -> None:
     heads = drafter.heads.float()
     hidden = known_states(folder / "suite-states.safetensors", target, lessons)
     places = Places.around(hidden, lessons, len(heads), heads.hinted)
-    ranks = medusa_training.ranks(Attached(heads, target), places).split(places.sizes)
+    found, chances = medusa_training.judged(Attached(heads, target), places)
+    ranks = found.split(places.sizes)
     told: dict[str, Any] = {"dtype": str(target.dtype), "max_new_tokens": ANSWER_TOKENS, "shape": drafter.shape}
     told["all"] = measured_heads(ranks, drafter)
     told["groups"] = {
@@ -324,6 +325,9 @@ def evaluate_heads(folder: Path, draft: Path) -> None:
     }
     told["tokens_per_pass_of_trees"] = {
         nodes: round(tree_worth(ranks, [path for path, _ in drafter.chances[:nodes]]), 3) for nodes in TREES
+    }
+    told["tokens_per_pass_of_growing_trees"] = {
+        nodes: round(medusa_training.tree_tokens_per_pass(found, places.sizes, nodes, chances), 3) for nodes in TREES
     }
     (draft / "evaluation.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(told, indent=1))

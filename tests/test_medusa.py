@@ -106,23 +106,24 @@ def shifted(sizes, heads, original=medusa_training.places_ahead):
     return original(sizes, heads + 1)[:, 1:]
 
 
-def promised_and_kept(found: medusa_training.TrainedHeads) -> tuple[float, float]:
+def promised_and_kept(found: medusa_training.TrainedHeads, shape=None) -> tuple[float, float]:
     """Tokens per pass that training promises on some answers, and what decoding really reaches on them."""
-    drafter, some = found.drafter(), found.held_out[:5]
+    drafter, some = found.drafter(shape), found.held_out[:5]
     places = Places.of(found.target, some, len(found.heads), found.heads.hinted, progress=False)
-    ranks = medusa_training.ranks(medusa.Attached(found.heads, found.target), places)
+    ranks, chances = medusa_training.judged(medusa.Attached(found.heads, found.target), places)
     passes = 0
     for lesson in some:
         out = specnb.generate(found.target, lesson.tokens[None, : lesson.answer], drafter, max_new_tokens=NEW)
         assert torch.equal(out.sequences[0], lesson.tokens)
         passes += int(out.stats.target_passes)
-    promised = medusa_training.tree_tokens_per_pass(ranks, places.sizes, drafter.shape)
+    promised = medusa_training.tree_tokens_per_pass(ranks, places.sizes, shape or drafter.shape, chances)
     return promised, NEW * len(some) / passes
 
 
+@pytest.mark.parametrize("shape", [None, 6], ids=["one tree", "grown anew"])
 @both
-def test_what_training_promises_is_what_decoding_does(hinted):
-    promised, kept = promised_and_kept(trained(hinted))
+def test_what_training_promises_is_what_decoding_does(hinted, shape):
+    promised, kept = promised_and_kept(trained(hinted), shape)
     assert kept > 1.5
     assert promised == pytest.approx(kept)
 
@@ -316,7 +317,7 @@ def test_heads_that_were_never_measured_have_no_best_tree():
 @pytest.mark.parametrize(("shape", "message"), [
     ([(0,), (1, 0)], r"\(1, 0\), has no parent"), ([(0,), (0,)], "there twice"), ([()], "empty"),
     ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "4 guesses deep, and there are 3 heads"),
-    ([(-1,)], "below 0"),
+    ([(-1,)], "below 0"), (0, "at least 1, got 0"), (True, "at least 1, got True"),
 ])  # fmt: skip
 def test_malformed_trees_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
@@ -373,9 +374,40 @@ def test_guesses_are_the_heads_favourites(hinted, llama):
     assert checked > 5
 
 
+def test_a_tree_that_grows_is_the_likeliest_of_its_size(llama):
+    """The oracle: all paths and their chances, written out."""
+    heads = random_heads(hinted=False)
+    drafter = specnb.Medusa(heads, 9)
+    out = specnb.generate(llama, prompt(), drafter, max_new_tokens=NEW, return_trace=True)
+    assert torch.equal(out.sequences, plain(llama, prompt(), max_new_tokens=NEW))
+    tokens, sizes = prompt()[0].tolist(), []
+    for r in out.trace:
+        if r.drafted:
+            hidden = llama.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1:]
+            p = (heads(hidden)[0] @ llama.get_output_embeddings().weight.T).softmax(-1).detach()
+            a, b, c = (row.topk(9) for row in p)
+            joint = [
+                a.values,
+                torch.outer(a.values, b.values),
+                a.values[:, None, None] * torch.outer(b.values, c.values),
+            ]
+            likeliest = torch.cat([part.flatten() for part in joint]).topk(9).values[: len(r.drafted)].sum()
+            path, chances = [], []
+            for node, token in enumerate(r.drafted):
+                above = r.parents[node]
+                depth, chance = (0, 1.0) if above < 0 else path[above]
+                path.append((depth + 1, chance * float(p[depth, token])))
+                chances.append(path[-1][1])
+            assert sum(chances) == pytest.approx(float(likeliest), rel=1e-4)
+            sizes.append(len(chances))
+        tokens += r.emitted
+    assert sizes.count(9) > 5
+
+
+@pytest.mark.parametrize("shape", [BRANCHED, 6], ids=["one tree", "grown anew"])
 @both
-def test_drafts_are_the_same_each_time_in_a_batch_and_alone(hinted, llama):
-    drafter = specnb.Medusa(random_heads(hinted=hinted), BRANCHED)
+def test_drafts_are_the_same_each_time_in_a_batch_and_alone(hinted, shape, llama):
+    drafter = specnb.Medusa(random_heads(hinted=hinted), shape)
     ids = torch.cat([prompt(seed=i) for i in range(3)])
     options = dict(max_new_tokens=NEW, return_trace=True)
     together = specnb.generate(llama, ids, drafter, **options)
@@ -473,10 +505,13 @@ def test_heads_survive_a_folder(hinted, tmp_path, llama):
     assert specnb.Medusa.from_pretrained(tmp_path / "heads", chosen).shape == chosen != read.shape
 
 
-def test_heads_for_all_tokens_survive_a_folder(tmp_path, llama):
-    drafter = specnb.Medusa(random_heads(), BRANCHED)
+@pytest.mark.parametrize("shape", [BRANCHED, 6, []], ids=["one tree", "grown anew", "none"])
+def test_heads_for_all_tokens_survive_a_folder(tmp_path, llama, shape):
+    drafter = specnb.Medusa(random_heads(), shape)
     read = specnb.Medusa.from_pretrained(drafter.save(tmp_path, llama, torch.float32))
-    assert read.heads.ids is None and same_weights(read.heads, drafter.heads) and read.shape == BRANCHED
+    assert read.heads.ids is None and same_weights(read.heads, drafter.heads)
+    assert (read.shape, read.grows) == (drafter.shape, drafter.grows)
+    assert read.num_draft_tokens == drafter.num_draft_tokens
 
 
 def test_heads_that_ship_are_found_by_name(tmp_path, monkeypatch):

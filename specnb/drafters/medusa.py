@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = "specnb medusa 1"
 DESCRIPTION, WEIGHTS = "medusa.json", "medusa.safetensors"
+WIDEST = 10  # ranks that a tree grown anew may use
 Chances = Sequence[tuple[Ranks, float]]  # of paths of ranks: how often all of the path was right
 
 
@@ -294,7 +295,8 @@ class Medusa(Drafter):
     Args:
         heads: trained ones, for this target.
         shape: the tree, as paths of ranks with parents first: (0,) is the first head's favourite, (1, 0) the second
-            head's favourite after the first head's second choice. Default: the heads' favourites, a chain.
+            head's favourite after the first head's second choice. A number: so many nodes, of a tree that is grown
+            anew each round where the heads are surest. Default: the heads' favourites, a chain.
         chances: of paths of ranks, most frequent first, how often they were right: for `medusa_shape`.
 
     Raises:
@@ -305,11 +307,13 @@ class Medusa(Drafter):
     needs_hidden = True
 
     def __init__(
-        self, heads: MedusaHeads, shape: Sequence[Sequence[int]] | None = None, *, chances: Chances = ()
+        self, heads: MedusaHeads, shape: Sequence[Sequence[int]] | int | None = None, *, chances: Chances = ()
     ) -> None:
         chain = [(0,) * depth for depth in range(1, len(heads) + 1)]
-        self.shape: list[Ranks] = [tuple(path) for path in (chain if shape is None else shape)]
-        super().__init__(max(1, len(self.shape)))
+        self.grows = isinstance(shape, int)  # whether each round has a tree of its own
+        paths = chain if shape is None else [] if isinstance(shape, int) else shape
+        self.shape: list[Ranks] = [tuple(path) for path in paths]
+        super().__init__(shape if isinstance(shape, int) else max(1, len(self.shape)))
         self.heads = heads
         self.chances: list[tuple[Ranks, float]] = [(tuple(path), chance) for path, chance in chances]
         self.parents = torch.tensor(trees.shape_parents(self.shape), dtype=torch.long)
@@ -324,7 +328,9 @@ class Medusa(Drafter):
         self._known: list[tuple[Tensor, int]] = []
 
     @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str], shape: Sequence[Sequence[int]] | None = None) -> Medusa:
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], shape: Sequence[Sequence[int]] | int | None = None
+    ) -> Medusa:
         """Load heads: those that ship with specnb ("smollm2-135m-medusa"), or a folder that `save` has written.
 
         Args:
@@ -361,7 +367,11 @@ class Medusa(Drafter):
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
         made_for = {**signature(target), "hidden_size": self.heads.hidden_size}
         told: dict[str, Any] = {"format": FORMAT, "heads": len(self.heads), "hinted": self.heads.hinted}
-        told |= {"target": made_for, "shape": self.shape, "chances": self.chances}
+        told |= {
+            "target": made_for,
+            "shape": self.num_draft_tokens if self.grows else self.shape,
+            "chances": self.chances,
+        }
         (folder / DESCRIPTION).write_text(json.dumps(told) + "\n", encoding="utf-8")
         return folder
 
@@ -370,6 +380,8 @@ class Medusa(Drafter):
     def start(self, session: Session) -> None:
         self._attach(session.model)
         widest, guessable = max([*self._ranks.tolist(), 0]) + 1, len(self._attached.ids)
+        if self.grows:
+            widest = min(WIDEST, self.num_draft_tokens, guessable)
         if widest > guessable:
             raise ValueError(f"The tree wants the {widest} best tokens of a head that can guess {guessable}.")
         self._widest = widest
@@ -400,22 +412,37 @@ class Medusa(Drafter):
     @torch.no_grad()
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         ready = [b for b, limit in enumerate(limits) if limit > 0 and b in self._hidden]
-        if not ready or not self.shape:
+        if not ready or not (self.shape or self.grows):
             return Draft.empty(len(rows))
-        candidates = self._candidates(rows, ready)
+        candidates, chances = self._candidates(rows, ready)
+        if self.grows:
+            return self._grown(candidates, chances, dict(zip(ready, range(len(ready)))), limits)
         tokens = torch.zeros(len(rows), len(self.shape), dtype=torch.long)
         tokens[ready] = candidates[:, self._depths, self._ranks]
         lengths = torch.zeros(len(rows), dtype=torch.long)
         lengths[ready] = torch.tensor([min(limits[b], len(self.shape)) for b in ready])
         return Draft(tokens, lengths, parents=self.parents.repeat(len(rows), 1))
 
-    def _candidates(self, rows: Rows, ready: list[int]) -> Tensor:
-        """The heads' best tokens for these rows, LongTensor [R, heads, widest], best first."""
+    def _grown(self, candidates: Tensor, chances: Tensor, ready: dict[int, int], limits: list[int]) -> Draft:
+        """For each row the tree of the paths that the heads find likeliest together."""
+        found: list[tuple[list[int], list[int]]] = []
+        for b, limit in enumerate(limits):
+            if b not in ready:
+                found.append(([], []))
+                continue
+            words = candidates[ready[b]].tolist()
+            shape = trees.grow_shape(chances[ready[b]].tolist(), min(limit, self.num_draft_tokens))
+            found.append(([words[len(path) - 1][path[-1]] for path in shape], trees.shape_parents(shape)))
+        return Draft.from_trees(found)
+
+    def _candidates(self, rows: Rows, ready: list[int]) -> tuple[Tensor, Tensor]:
+        """The heads' best tokens for these rows, LongTensor [R, heads, widest], best first; and their chances."""
         newest = torch.tensor([rows.view(b)[-1] for b in ready])
         hints = torch.tensor([self._hints(rows, b) for b in ready]) if self.heads.hinted else None
         hidden = torch.stack([self._hidden[b] for b in ready])
-        columns = self._attached(hidden, newest, hints).topk(self._widest, dim=-1).indices
-        return self._attached.tokens(columns.cpu(), hints)
+        logits = self._attached(hidden, newest, hints)
+        best = (logits.float().softmax(dim=-1) if self.grows else logits).topk(self._widest, dim=-1)
+        return self._attached.tokens(best.indices.cpu(), hints), best.values
 
     def _hints(self, rows: Rows, b: int) -> list[tuple[int, int]]:
         text = self._texts.setdefault(b, Hints())
