@@ -212,7 +212,7 @@ class FirstToken:
 
 
 def specnb_contestants(model: PreTrainedModel, drafters: Mapping[str, Drafter], way: Way) -> list[Contestant]:
-    """Plain decoding, each drafter, and each drafter under a controller that chooses the draft length."""
+    """Plain decoding, each drafter, and each drafter of chains under a controller that chooses their length."""
     from specnb.adaptive import Adaptive
 
     suffix = "+compile" if way.compiled else ""
@@ -220,7 +220,7 @@ def specnb_contestants(model: PreTrainedModel, drafters: Mapping[str, Drafter], 
     found = [_specnb(plain, model, None, way, plain)]
     found += [_specnb(name + suffix, model, drafter, way, plain) for name, drafter in drafters.items()]
     for name, drafter in drafters.items():
-        if not isinstance(drafter, Adaptive):
+        if not (isinstance(drafter, Adaptive) or drafter.trees or drafter.needs_hidden):
             found.append(_specnb(f"adaptive-{name}{suffix}", model, Adaptive(drafter), way, plain))
     return found
 

@@ -240,6 +240,14 @@ def test_everyone_takes_part(result):
     assert places == [(t, g, n) for t in (0.0, 1.0) for g in ("first", "second", "all") for n in names]
 
 
+def test_trees_take_part_by_themselves(llama):
+    """Nothing chooses their length."""
+    found = run(llama, PROMPTS[:1], drafters={"tree": specnb.PromptLookup(6, branches=2)})
+    assert list(found.contestants) == ["transformers", "transformers-lookup", "plain", "tree"]
+    (tree,) = [row for row in found.rows() if row.contestant == "tree" and row.group == "all"]
+    assert tree.same_text == tree.compared and tree.tokens_per_pass >= 1
+
+
 def test_greedy_answers_are_the_models_own(result, llama):
     for prompt in PROMPTS:
         ids = torch.tensor([Letters()(prompt.turns[0])["input_ids"]])
