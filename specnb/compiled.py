@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from specnb import compat, kernels
+from specnb.ahead import Ahead
 from specnb.cache import RAGGED_ATTENTION, RaggedCache, RaggedLayer, run_pass, target_pass
 from specnb.progress import Progress
 from specnb.replayed import Graph
@@ -219,11 +220,14 @@ class Twin:
         self.refused: set[int] = set()
         self.narrows = True
         self.graphs: dict[Any, Callable[..., Any]] = {}
+        self.layers: list[tuple[int, dict[str, Tensor]]] = []  # of each the kind, and its parameters and buffers
+        self.ahead: dict[RaggedCache, Ahead] = {}  # of the passes under way
+        self.breaks: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         kinds: dict[Any, int] = {}  # a layer's traits are many: their number stands for them
         for index, layer in enumerate(blocks(self.network)):
             tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
-            kind = kinds.setdefault(traits(layer), len(kinds))
-            layer.forward = functools.partial(self.run_layer, layer, tensors, kind, index)
+            self.layers.append((kinds.setdefault(traits(layer), len(kinds)), tensors))
+            layer.forward = functools.partial(self.run_layer, layer, index)
         compare(probe(model, 5), probe(self.network, 5), model.dtype)
         check_windows(model)
 
@@ -304,6 +308,7 @@ class Twin:
         flat = torch.cat([row[:n] for row, n in zip(tokens, counts)])
         before, found, first = cache.lengths, [], 0
         cache.compiled = True
+        self.ahead[cache] = Ahead(self.breaks_of(network or self.network))
         try:
             for some, size in self.passes(counts, pass_width):
                 last = first + len(some)
@@ -317,6 +322,7 @@ class Twin:
             raise
         finally:
             cache.compiled = False  # prefill is not, whatever else has been compiled: a text must not depend on that
+            del self.ahead[cache]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def passes(self, counts: list[int], pass_width: int) -> Iterator[tuple[list[int], int]]:
@@ -331,25 +337,46 @@ class Twin:
             yield from self.passes(counts[:half], pass_width)
             yield from self.passes(counts[half:], pass_width)
 
-    def run_layer(
-        self, layer: nn.Module, own: dict[str, Tensor], kind: int, index: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def breaks_of(self, network: nn.Module) -> set[int]:
+        """Layers of this network, or of the part of one, that nothing is computed ahead for: those behind its last, and
+        those that have been called with something else than the layer before."""
+        if network not in self.breaks:
+            forwards = [vars(module).get("forward") for module in network.modules()]
+            self.breaks[network] = {sum(getattr(forward, "func", None) == self.run_layer for forward in forwards)}
+        return self.breaks[network]
+
+    def run_layer(self, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
         """A layer's forward with its own part of the cache in the cache's place; compiled once per kind and shape."""
         cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, RaggedCache))
+        ahead = self.ahead.get(cache)
+        if ahead is not None and (known := ahead.take(index, args, kwargs)) is not None:
+            return known
         view = LayerView(cache.layers[index], cache.places)
-        args = tuple(view if value is cache else value for value in args)
-        kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        seen_args = tuple(view if value is cache else value for value in args)
+        seen_kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         with self.lock:
             if not cache.compiled or view.keys is None:
-                plain = type(layer).forward(layer, *args, **kwargs)  # also allocates the cache's buffers
+                plain = type(layer).forward(layer, *seen_args, **seen_kwargs)  # also allocates the cache's buffers
                 if not cache.compiled:
                     return plain
             inputs: list[Tensor] = []
-            form = disassemble((args, kwargs), inputs)
+            (kind, own), form = self.layers[index], disassemble((seen_args, seen_kwargs), inputs)
             case = (kind, form, view.places.shape)
             if case not in self.graphs:
                 self.graphs[case] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
-            return self.graphs[case](*inputs, *own.values())
+            graph, given = self.graphs[case], [*inputs, *own.values()]
+            if ahead is None or not isinstance(graph, Graph) or not args or args[0] is not inputs[0]:
+                return graph(*given)
+            return ahead.keep(index, args, kwargs, graph.chain([given, *self.following(index, inputs, cache, ahead)]))
+
+    def following(self, index: int, inputs: list[Tensor], cache: RaggedCache, ahead: Ahead) -> Iterator[list[Tensor]]:
+        """What the next layers will be called with, if it is what this one is called with: of each its own tensors."""
+        kind, place = self.layers[index][0], next(i for i, x in enumerate(inputs) if x is cache.layers[index].keys)
+        for i in range(index + 1, len(self.layers)):
+            layer, (other, own) = cache.layers[i], self.layers[i]
+            if i in ahead.breaks or other != kind or layer.keys is None:
+                return
+            yield [*inputs[:place], layer.keys, layer.values, *inputs[place + 2 :], *own.values()]
 
 
 def traits(layer: nn.Module) -> Any:

@@ -214,19 +214,33 @@ class Program:
                 code += [bases.index(base), place + offset]
         return code
 
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor] | None:
-        """What the graph would return for these tensors; None if their layout is another."""
-        for i, dtype, contiguous, stride in self.layouts:
-            tensor = given[i]
-            if tensor.dtype != dtype or not (tensor.is_contiguous() if contiguous else tensor.stride() == stride):
-                return None
-        threads, capacities = torch.get_num_threads(), [given[i].shape[2] for i in self.caches]
-        outs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in self.outs]
-        numbers = [0, self.arena.data_ptr(), *self._room(capacities, threads), *capacities]
-        numbers += [tensor.data_ptr() for tensor in outs]
-        numbers += [tensor.data_ptr() for tensor in given]
-        self.replay(self.code, self.length, (ctypes.c_int64 * len(numbers))(*numbers), threads)
-        return outs
+    def __call__(self, layers: Sequence[Sequence[Tensor]]) -> list[list[Tensor]] | None:
+        """What the graph would return for the tensors of each of these layers; None if their layout is another.
+
+        A layer's first tensor is replaced by the first result of the layer before.
+        """
+        if not all(map(self._fits, layers)):
+            return None
+        threads = torch.get_num_threads()
+        results: list[list[Tensor]] = []
+        numbers: list[int] = []
+        for given in layers:
+            outs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in self.outs]
+            capacities = [given[i].shape[2] for i in self.caches]
+            numbers += [0, self.arena.data_ptr(), *self._room(capacities, threads), *capacities]
+            numbers += [out.data_ptr() for out in outs]
+            numbers += [(results[-1][0] if results else given[0]).data_ptr(), *[x.data_ptr() for x in given[1:]]]
+            results.append(outs)
+        count = len(layers)
+        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.replay(self.code, self.length, array, len(numbers) // count, count, threads)
+        return results
+
+    def _fits(self, given: Sequence[Tensor]) -> bool:
+        return not any(
+            given[i].dtype != dtype or not (given[i].is_contiguous() if contiguous else given[i].stride() == stride)
+            for i, dtype, contiguous, stride in self.layouts
+        )
 
     def _room(self, capacities: list[int], threads: int) -> list[int]:
         """Where attention has scratch memory; then of each call the floats for a thread, and where runs are noted."""
@@ -287,8 +301,12 @@ class Graph:
         return self
 
     def __call__(self, *given: Tensor) -> Any:
-        outs = None if self.program is None else self.program(given)
-        return self.compiled(*given) if outs is None else self._result(outs)
+        return self.chain([given])[0]
+
+    def chain(self, layers: Sequence[Sequence[Tensor]]) -> list[Any]:
+        """The results of these layers, each over the result of the one before; only the first's if not replayed."""
+        results = None if self.program is None else self.program(layers)
+        return [self.compiled(*layers[0])] if results is None else list(map(self._result, results))
 
     def _record(self, example: list[Tensor]) -> None:
         """Raise unless the calls of two runs, the graph's and the program's, write the same bits."""
@@ -305,9 +323,9 @@ class Graph:
         outs = [result] if isinstance(result, Tensor) else list(result)
         self._result = (lambda some: some[0]) if isinstance(result, Tensor) else type(result)
         program = Program(recorder, given, self.inputs, outs)
-        replayed = program(again)
+        replayed = program([again])
         assert replayed is not None
-        if not all(map(same_bits, [*outs, *given], [*replayed, *again])):
+        if not all(map(same_bits, [*outs, *given], [*replayed[0], *again])):
             raise Unrecordable("its replay gives other bits")
         self.program = program
 

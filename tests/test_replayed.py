@@ -11,8 +11,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specnb import kernels, replayed
+from specnb.ahead import Ahead
 from specnb.cache import RaggedCache, target_pass
 from specnb.compiled import Twin, probe
+from specnb.drafters.early_exit import first_layers
 from specnb.replayed import Graph, Program
 from tests.tiny import prompt, tiny_model
 
@@ -94,7 +96,7 @@ def test_inputs_with_other_strides_go_through_the_graph(twin, monkeypatch):
     graph, given = twin_layer(twin)
     expected, calls = graph(*given), []
     strided = torch.stack([given[0], -given[0]], dim=-1)[..., 0]
-    assert graph.program([strided, *given[1:]]) is None
+    assert graph.program([[strided, *given[1:]]]) is None
     monkeypatch.setattr(graph, "compiled", lambda *tensors: calls.append(tensors[0].contiguous()) or expected)
     assert graph(strided, *given[1:]) is expected and torch.equal(calls[0], given[0])
 
@@ -120,6 +122,88 @@ def test_weights_are_looked_up_at_every_call():
     after = probe(twin.network, 4, compiled=True)
     assert not torch.equal(before, after)
     assert torch.allclose(after, probe(twin.network, 4), atol=1e-4)
+
+
+# ── several layers in one call ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_pass(twin, network=None):
+    """Logits of a packed pass after a prompt, and the cache."""
+    cache = RaggedCache(twin.network.config, 1, 40)
+    target_pass(twin.network, cache, prompt(20))
+    twin.widths.add(4)
+    return twin.packed_pass(cache, prompt(4, seed=1), [0], [3], 4, network), cache
+
+
+def native_calls(twin, monkeypatch):
+    """How many layers each call of a pass runs."""
+    seen = []
+    for graph in {id(graph): graph for graph in twin.graphs.values()}.values():
+        replay = graph.program.replay
+        monkeypatch.setattr(graph.program, "replay", lambda *a, replay=replay: seen.append(a[4]) or replay(*a))
+    one_pass(twin)
+    seen.clear()
+    one_pass(twin)
+    return seen
+
+
+def test_layers_of_one_kind_are_one_call(twin, family, monkeypatch):
+    assert native_calls(twin, monkeypatch) == ([1, 1] if family == "gemma3" else [2])
+    assert twin.ahead == {}
+
+
+def test_kinds_of_layers_that_take_turns(monkeypatch):
+    kinds = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3
+    twin = Twin(tiny_model("gemma3", num_hidden_layers=6, layer_types=kinds))
+    expected = probe(twin.network, 4, compiled=True)
+    assert native_calls(twin, monkeypatch) == [2, 1, 3]
+    cache = RaggedCache(twin.network.config, 1, 15)
+    tokens = torch.arange(3, 3 + 7 * 15, 7)[None] % 61
+    target_pass(twin.network, cache, tokens[:, :11])
+    assert torch.equal(twin.packed_pass(cache, tokens[:, 11:], [0], [4], 4), expected[0])
+
+
+@pytest.mark.parametrize(
+    "between", [lambda layer, args, out: out * 2, lambda layer, args, out: out.mul_(2)], ids=["another", "in place"]
+)
+def test_what_a_model_does_between_two_layers_is_seen(between, monkeypatch):
+    """The second layer has been computed from something else: it is computed again, then and not ahead."""
+    twin = Twin(tiny_model("llama"))
+    probe(twin.network, 4, compiled=True)
+    plain, _ = one_pass(twin)
+    twin.network.model.layers[0].register_forward_hook(between)
+    first, second = one_pass(twin), one_pass(twin)
+    assert twin.breaks_of(twin.network) == {1, 2}
+    without_programs(twin, monkeypatch)
+    expected = one_pass(twin)
+    assert not torch.equal(expected[0], plain)
+    for logits, cache in (first, second):
+        assert torch.equal(logits, expected[0])
+        assert torch.equal(cache.layers[1].keys, expected[1].layers[1].keys)
+
+
+def test_the_first_layers_alone_are_not_followed_by_the_others():
+    twin = compiled_twin("llama", torch.float32)
+    logits, cache = one_pass(twin, first_layers(twin.network, 1))
+    whole, full = one_pass(twin)
+    assert logits.shape == whole.shape and not torch.equal(logits, whole)
+    assert torch.equal(cache.layers[0].keys, full.layers[0].keys)
+    assert not bool(cache.layers[1].keys[:, :, 20:].any()) and bool(full.layers[1].keys[:, :, 20:24].any())
+
+
+def test_an_interrupted_pass_leaves_nothing_ahead(monkeypatch):
+    twin = compiled_twin("llama", torch.float32)
+    expected, _ = one_pass(twin)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ahead, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one_pass(twin)
+    assert twin.ahead == {}
+    assert torch.equal(one_pass(twin)[0], expected)
 
 
 # ── what is not replayed ────────────────────────────────────────────────────────────────────────────────────────────

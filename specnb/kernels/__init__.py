@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     _declare(lib.store, [pointer] * 3 + [ctypes.c_long] * 3 + [number] * 5)
     _declare(lib.large_pages, [pointer, ctypes.c_long])
-    _declare(lib.replay, [pointer, ctypes.c_long, pointer, number])
+    _declare(lib.replay, [pointer, ctypes.c_long, pointer, ctypes.c_long, number, number])
     for dtype in DTYPES.values():
         _declare(getattr(lib, f"linear_{dtype}"), [pointer] * 5 + [number] * 4)
         _declare(

@@ -1,4 +1,4 @@
-// A layer's calls, one after another, with no Python between them: `specnb.replayed` records them.
+// The calls of layers, one after another, with no Python between them: `specnb.replayed` records them.
 //
 // All threads run through the calls together. The compiler's own kernels are left to one of them; ours are shared out.
 // Every argument is the sum of a number that changes from call to call (where a tensor lies, how many slots there are)
@@ -53,10 +53,8 @@ template <int N = MOST> void call(int64_t function, const int64_t *words, int64_
 
 enum Kind { ADDRESSES, ALONE, SHARED }; // the compiler's; ours for one thread; ours for all of them
 
-// program: of each call the function, its kind and the number of arguments; then of each argument which base, and what
-// is added. `bases` are this call's numbers.
-extern "C" void replay(const int64_t *program, long length, const int64_t *bases, int threads) {
-#pragma omp parallel num_threads(threads)
+// One of a team of threads that go through the calls together.
+static void run(const int64_t *program, long length, const int64_t *bases) {
     for (const int64_t *at = program; at < program + length;) {
         const int64_t function = at[0], kind = at[1], count = at[2];
         int64_t words[MOST];
@@ -76,4 +74,13 @@ extern "C" void replay(const int64_t *program, long length, const int64_t *bases
             }
         }
     }
+}
+
+// program: of each call the function, its kind and the number of arguments; then of each argument which base, and what
+// is added. It is run once for each layer, whose bases are the next `numbers` of them.
+extern "C" void replay(const int64_t *program, long length, const int64_t *bases, long numbers, int layers,
+                       int threads) {
+#pragma omp parallel num_threads(threads)
+    for (int layer = 0; layer < layers; layer++)
+        run(program, length, bases + layer * numbers);
 }
