@@ -395,7 +395,10 @@ class Run:
         kept: list[list[int]] = [[] for _ in range(len(self.rows))]
         for r in rounds:
             kept[r.row] = r.places
-        self.cache.keep(before, kept)
+        if any(r.path is not None for r in rounds):
+            self.cache.keep(before, kept)
+        else:  # a chain's are the first ones
+            self.cache.rollback(self.cache.lengths - before - torch.tensor([len(places) for places in kept]))
 
     def inform(self, drafter: Drafter, rounds: list[Round], logits: Scores) -> None:
         """Tell the drafter what became of its guesses, and what the target had in mind at the newest tokens."""

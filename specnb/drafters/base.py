@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specnb.verification import draw, drawable
+from specnb.verification import draw, drawable, favourites
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +114,7 @@ class Session:
         do not depend on its neighbours. Where the processors left the draft nothing, it guesses blindly: q is uniform.
         """
         sampling = [self.do_sample] * len(scores) if self.sampling is None else self.sampling
-        favourite = scores.argmax(dim=-1)
+        favourite = favourites(scores)[1]
         if not any(sampling):
             return favourite, None
         scores = scores.float()
