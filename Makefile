@@ -24,7 +24,7 @@ PYTEST    := -m pytest -n $(WORKERS)
 QUICK     := -m "not real_model and not slow and not statistical and not notebook and not browser"
 # all but the tests of what never sees a model of transformers, or sees it through what the others test
 UNRELATED := adaptive advice benchmark bugs cascade cli doctor exercises% kernels machine notebooks packaging peers plots \
-             profiling progress prompt_lookup replay setup stats theory trees verification vocabularies widgets workers \
+             profiling progress prompt_lookup replay replayed setup stats theory tree_loop trees verification vocabularies widgets workers \
              workloads
 TOUCHING  := $(filter-out $(UNRELATED:%=tests/test_%.py), $(wildcard tests/test_*.py))
 SETUP      = PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/setup.sh
