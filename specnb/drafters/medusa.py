@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specnb import trees
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.drafters.hints import LONGEST, Hints
-from specnb.drafters.small_model import ROWS, signature
+from specnb.drafters.small_model import ROWS, described, signature, stored_weights
 from specnb.resources import data_path
 from specnb.trees import Path as Ranks
 
@@ -341,7 +340,7 @@ class Medusa(Drafter):
                 starts, before its first pass.
         """
         folder = _folder(name)
-        told, weights = _described(folder), _weights(folder)
+        told, weights = described(folder / DESCRIPTION, FORMAT), stored_weights(folder / WEIGHTS)
         ids = weights.pop(ROWS, None)
         heads = MedusaHeads(told["target"]["hidden_size"], told["heads"], ids, hinted=told["hinted"])
         wanted = {name: tuple(p.shape) for name, p in heads.state_dict().items()}
@@ -472,20 +471,3 @@ def _folder(name: str | os.PathLike[str]) -> Path:
         f"There are no Medusa heads at {os.fspath(name)!r}: a folder with {DESCRIPTION} is wanted, or one of the heads "
         f"that ship with specnb ({', '.join(known) or 'none'})."
     )
-
-
-def _described(folder: Path) -> dict[str, Any]:
-    try:
-        told = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / DESCRIPTION} is damaged: {error}.") from error
-    if told.get("format") != FORMAT:
-        raise ValueError(f"{folder / DESCRIPTION} says format {told.get('format')!r}; this release reads {FORMAT!r}.")
-    return told
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / WEIGHTS)
-    except (SafetensorError, FileNotFoundError) as error:
-        raise ValueError(f"{folder / WEIGHTS} is missing or damaged: {error}. Fetch or save it again.") from error

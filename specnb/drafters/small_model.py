@@ -292,7 +292,7 @@ def load_small_model(
         ValueError: if it was made for a target of another size, family or vocabulary, or the files are damaged.
     """
     folder = Path(folder)
-    told = _described(folder)
+    told = described(folder / DESCRIPTION, FORMAT)
     _check_target(folder, told["target"], signature(target))
     weights = _weights(folder)
     draft = small_model(target, told["layers"], weights.pop(ROWS), dtype)
@@ -318,23 +318,29 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def described(path: Path, format: str) -> dict[str, Any]:
+    """The description that lies beside weights of this project's own, in the format it must have."""
     try:
-        told = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        told = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / DESCRIPTION} is damaged: {error}.") from error
-    if told.get("format") != FORMAT:
-        raise ValueError(f"{folder / DESCRIPTION} says format {told.get('format')!r}; this release reads {FORMAT!r}.")
+        raise ValueError(f"{path} is damaged: {error}.") from error
+    if told.get("format") != format:
+        raise ValueError(f"{path} says format {told.get('format')!r}; this release reads {format!r}.")
     return told
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
+def stored_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
     from safetensors import SafetensorError
 
     try:
-        weights = load_file(folder / WEIGHTS)
+        return load_file(path)
     except (SafetensorError, FileNotFoundError) as error:
-        raise ValueError(f"{folder / WEIGHTS} is missing or damaged: {error}. Fetch or save it again.") from error
+        raise ValueError(f"{path} is missing or damaged: {error}. Fetch or save it again.") from error
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    weights = stored_weights(folder / WEIGHTS)
     if ROWS not in weights:
         raise ValueError(f"{folder / WEIGHTS} lacks {ROWS!r}, the tokens that the draft's head scores.")
     return weights
