@@ -86,6 +86,4 @@ class TypicalAcceptance:
         if nodes == 0:
             return parents
         taken = trees.ancestors(parents)[torch.arange(rows, device=place.device), (place - 1).clamp(min=0)]
-        taken = taken & (place > 0)[:, None]
-        order = torch.where(taken, torch.arange(nodes, device=place.device), nodes).sort(dim=1).values
-        return torch.where(order < nodes, order, trees.ROOT)
+        return trees.numbers_of(taken & (place > 0)[:, None])

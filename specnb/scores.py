@@ -49,7 +49,7 @@ class Scores:
 
     def of_row(self, b: int, places: int) -> Tensor:
         """Row b's scores at its first places, [places, V]."""
-        return self.flat[self.where[b, :places]]
+        return self.at(b, range(places))
 
     def favourites(self) -> tuple[Tensor, Tensor]:
         """The highest score at each place and the token that has it, [B, K + 1] each."""

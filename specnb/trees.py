@@ -184,6 +184,13 @@ def judge_tree_sample(
     return walk.verdict(next_token, invalid)
 
 
+def numbers_of(taken: Tensor) -> Tensor:
+    """The nodes taken, bool [B, N], by their numbers in order, which is a path's; then -1: LongTensor [B, N]."""
+    nodes = torch.arange(taken.shape[1], device=taken.device)
+    order = torch.where(taken, nodes, len(nodes)).sort(dim=1).values
+    return torch.where(order < len(nodes), order, ROOT)
+
+
 class _Walk:
     """Where each row stands in its tree. Parents come first, so one look at every node, in order, is enough."""
 
@@ -201,11 +208,7 @@ class _Walk:
         self.taken[:, i] = accepted
 
     def verdict(self, next_token: Tensor, invalid: Tensor) -> Verdict:
-        """Taken nodes in their order, which is the path's."""
-        nodes = torch.arange(self.taken.shape[1], device=next_token.device)
-        order = torch.where(self.taken, nodes, len(nodes)).sort(dim=1).values
-        path = torch.where(order < len(nodes), order, ROOT)
-        return Verdict(self.taken.sum(dim=1), next_token, invalid, path)
+        return Verdict(self.taken.sum(dim=1), next_token, invalid, numbers_of(self.taken))
 
 
 def draw_siblings(q: Tensor, count: int, generator: Generators = None) -> tuple[Tensor, Tensor]:
