@@ -88,7 +88,7 @@ class Adaptive(Drafter):
             raise TypeError(f"clock must be a function that returns seconds, got {clock!r}.")
         super().__init__(drafter.num_draft_tokens)
         round_cost(1, 0.0 if c is None else c)  # refuses a c that is none
-        self.drafter, self.clock = drafter, clock
+        self.drafter, self.clock, self.needs_cache = drafter, clock, drafter.needs_cache
         self._given = (costs, c)
         self._model: Callable[[], object] = lambda: None
         self._asks_first = False
@@ -111,7 +111,7 @@ class Adaptive(Drafter):
         self._round: _Round | None = None
         self._idle = 0  # rounds since the inner drafter was last asked
         self._draws = False
-        self._vocab_size = session.vocab_size
+        self._vocab_size, self._first_reads = session.vocab_size, session.first_reads
         # rows of a compiled pass have drafts of their own lengths; its size is a function of all positions together
         self._size_of = None if session.twin is None else session.twin.size_of
         self.drafter.start(session)
@@ -276,6 +276,9 @@ class Adaptive(Drafter):
         self.retry.add(now.cost, None if now.price is None else now.price - (tokens - 1.0))
 
     def _learn_times(self, now: _Round, arrived: float, ended: float) -> None:
+        if self._first_reads:  # what the round took says nothing about others
+            self._first_reads = False
+            return
         longest = max(now.sent)
         size = self._size_of(now.active + sum(now.sent)) if self._size_of else now.active * (1 + longest)
         self.costs.add_pass(size, 1000.0 * (arrived - now.handed_over))

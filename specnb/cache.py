@@ -376,7 +376,7 @@ def target_pass(
     *,
     rows: Sequence[int] | None = None,
     attended: int | None = None,
-    need_logits: bool = True,
+    logits_to_keep: int = 0,
     parents: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """One forward pass: append T tokens to every row and score the token after each of them.
@@ -387,14 +387,14 @@ def target_pass(
         tokens: LongTensor [B, T]; with ``rows`` [R, T].
         rows: R different row numbers, if only these take part; the others stay as they are.
         attended: slots the pass looks at; default: as many as the longest row then holds.
-        need_logits: False (prefill) computes the output head for the last position only.
+        logits_to_keep: the output head is computed for so many last positions only, as in transformers; 0: for all.
         parents: for trees, of each row's T - 1 tokens after the first the number of its parent among them, an earlier
             one, or -1 for the first token, the root. A token then sees the cache and its own ancestors, and stands as
             many positions after the root as it has ancestors. `RaggedCache.keep` keeps one path.
 
     Returns:
-        logits [B or R, T, V]; position t scores the token after ``tokens[:, t]``. One position without ``need_logits``
-        if the model can leave positions out.
+        logits [B or R, T, V]; position t scores the token after ``tokens[:, t]``. With ``logits_to_keep`` those of the
+        last positions, if the model can leave the others out.
 
     Raises:
         ValueError: if the tokens do not fit the cache's rows or capacity.
@@ -405,16 +405,16 @@ def target_pass(
     if tokens.ndim != 2 or tokens.shape[0] != expected:
         raise ValueError(f"tokens must be [{expected}, T], one row per row of the pass, got {list(tokens.shape)}.")
     slots = cache.begin(tokens.shape[1], attended, model.device, rows, parents)
-    return run_pass(model, cache, tokens, slots, need_logits)
+    return run_pass(model, cache, tokens, slots, logits_to_keep)
 
 
 def run_pass(
-    model: PreTrainedModel, cache: RaggedCache, tokens: Tensor, slots: Tensor, need_logits: bool = True
+    model: PreTrainedModel, cache: RaggedCache, tokens: Tensor, slots: Tensor, logits_to_keep: int = 0
 ) -> Tensor:
     """The forward pass that the cache has planned: tokens [R, T] go to these slots [R, T]; logits [R, T, V]."""
     arguments: dict[str, Any] = {compat.cache_argument(model): cache}
-    if not need_logits and compat.accepts(model, "logits_to_keep"):
-        arguments["logits_to_keep"] = 1
+    if logits_to_keep and compat.accepts(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = logits_to_keep
     if compat.accepts(model, "position_ids"):
         assert cache.positions is not None
         arguments["position_ids"] = cache.positions.clamp(max=context_size(model.config) - 1)  # filler may reach beyond

@@ -200,7 +200,7 @@ class Twin:
 
     Attributes:
         network: the copy with packed layers and `attention`.
-        widths: numbers of positions whose passes are compiled and checked. Prefill runs layer by layer.
+        widths: numbers of positions whose passes are compiled and checked.
         refused: those whose passes gave other bits, and are not used.
         narrows: whether passes of different sizes give the same bits. If not, each row goes through a pass of its own,
             filled up to the whole pass width.
@@ -230,6 +230,7 @@ class Twin:
             layer.forward = functools.partial(self.run_layer, layer, index)
         compare(probe(model, 5), probe(self.network, 5), model.dtype)
         check_windows(model)
+        self.entries = entries_of_a_token(self.network)
 
     def warm_up(self, pass_width: int) -> None:
         """Compile the passes that one row of this width needs, and compare them with each other and with the network.
@@ -295,12 +296,14 @@ class Twin:
         pass_width: int,
         network: PreTrainedModel | None = None,
         parents: list[list[int]] | None = None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
         """A pass in which these rows stand side by side; row i of tokens [R, T] appends its first ``counts[i]``.
 
         Args:
             pass_width: of the run; a row of its own is filled up to it where sizes do not give the same bits.
             parents: of the tokens after each row's first, if they are trees: `specnb.target_pass`.
+            logits_to_keep: as there, filler counted.
 
         Returns:
             logits [N, V] of the N = Σ counts tokens, row after row.
@@ -309,6 +312,7 @@ class Twin:
         before, found, first = cache.lengths, [], 0
         cache.compiled = True
         self.ahead[cache] = Ahead(self.breaks_of(network or self.network))
+        self.allocate(cache)
         try:
             for some, size in self.passes(counts, pass_width):
                 last = first + len(some)
@@ -316,20 +320,26 @@ class Twin:
                 slots = cache.begin_packed(rows[first:last], some, size, trees)
                 here, flat, first = flat[: sum(some)], flat[sum(some) :], last
                 line = torch.cat([here, here[-1:].expand(size - len(here))])[None]  # filler repeats the last token
-                found.append(run_pass(network or self.network, cache, line, slots)[0, : len(here)])
+                found.append(run_pass(network or self.network, cache, line, slots, logits_to_keep)[0, : len(here)])
         except BaseException:
             cache.rollback(cache.lengths - before)
             raise
         finally:
-            cache.compiled = False  # prefill is not, whatever else has been compiled: a text must not depend on that
+            cache.compiled = False  # what is not known to give the same bits is not: `specnb.prefill`
             del self.ahead[cache]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def allocate(self, cache: RaggedCache) -> None:
+        """Give a cache its buffers, as a first pass would: a compiled one wants to find them there."""
+        for layer, entry in zip(cache.layers, self.entries):
+            if not layer.is_initialized and entry is not None:
+                layer.lazy_initialization(*entry)
 
     def passes(self, counts: list[int], pass_width: int) -> Iterator[tuple[list[int], int]]:
         """How rows with so many positions share passes, and of what size: one for all if that will do."""
         size = pass_size(sum(counts))
         if len(counts) == 1:
-            yield counts, min(size, pass_width) if self.narrows else pass_width
+            yield counts, min((w for w in self.widths if w >= counts[0]), default=size) if self.narrows else pass_width
         elif self.narrows and self.serves(size):
             yield counts, size
         else:
@@ -394,9 +404,16 @@ def probe(network: PreTrainedModel, width: int, *, compiled: bool = False) -> Te
     vocabulary = network.get_input_embeddings().num_embeddings
     tokens = torch.arange(3, 3 + 7 * (11 + width), 7)[None] % vocabulary
     cache = RaggedCache(network.config, 1, 11 + width)
-    target_pass(network, cache, tokens[:, :11], need_logits=False)
+    target_pass(network, cache, tokens[:, :11], logits_to_keep=1)
     cache.compiled = compiled
     return target_pass(network, cache, tokens[:, 11:])
+
+
+def entries_of_a_token(network: PreTrainedModel) -> list[tuple[Tensor, Tensor] | None]:
+    """Keys and values [1, H, 1, D] that each layer notes of some token; None for a layer that notes none."""
+    cache = RaggedCache(network.config, 1, 1)
+    target_pass(network, cache, torch.zeros(1, 1, dtype=torch.long), logits_to_keep=1)
+    return [(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers]
 
 
 def compare(expected: Tensor, got: Tensor, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ from specnb.cache import RaggedCache, bucket_size, context_size, for_all_rows, h
 from specnb.compiled import Twin, compiled_run
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.lossy import TypicalAcceptance
-from specnb.prefill import prefill, same_bucket
+from specnb.prefill import CHUNK, prefill, same_bucket
 from specnb.preparation import Request, check_inputs, prepare, requests_of
 from specnb.processing import Processors, share_context_free
 from specnb.report import GenerateOutput, Round, Stats, StreamerListener, Trace
@@ -205,13 +205,13 @@ def start(
     checks.check_rope(model.config, max(len(p) + new for p, new in zip(prompts, budgets)) + (pass_width or drafted))
     rows = Rows(prompts, budgets, [r.criteria for r in requests])
     processors = Processors([r.processors for r in requests])
-    fixed = pass_width is not None
-    cache = cache_for(prompts, model, cache, fixed=fixed, by_twin=twin is not None)
+    cache = cache_for(prompts, model, cache, fixed=pass_width is not None, by_twin=twin is not None)
     generators = row_generators(seed, len(rows), model.device)
     run = Run(model, rows, cache, drafter, processors, config, pass_width, return_trace, generators, twin)
+    run.lead = run.possible_lead()
     if drafter is not None:  # before the prefill: a drafter that does not fit says so at once
         drafter.start(run.session(tokenizer))
-    prefill(run.network, cache, [prompt[n:-1] for prompt, n in zip(prompts, cache.lengths.tolist())], fixed=fixed)
+    run.read_prompts()
     return run
 
 
@@ -267,6 +267,7 @@ class Run:
         self.network = model if twin is None else twin.network  # what the passes go through
         self.model, self.rows, self.cache, self.drafter, self.processors = model, rows, cache, drafter, processors
         self.config, self.pass_width = config, pass_width
+        self.lead = 0  # tokens of each prompt before its last one that go through the model with the next round's pass
         self.sampling = [bool(config.do_sample)] * len(rows)
         self.stats, self.trace = Stats(len(rows)), Trace() if return_trace else None
         self.listeners: list[Any] = [self.stats] if self.trace is None else [self.stats, self.trace]
@@ -277,14 +278,39 @@ class Run:
         """What the drafter is told of this run."""
         return Session(
             self.model, self.rows, self.processors, compat.vocab_size(self.model), tokenizer, any(self.sampling),
-            self.generators, self.sampling, self.cache, self.twin,
+            self.generators, self.sampling, self._told_cache(), self.twin, bool(self.lead),
         )  # fmt: skip
+
+    def _told_cache(self) -> RaggedCache | None:
+        return self.cache if self.drafter is not None and self.drafter.needs_cache else None
+
+    def possible_lead(self) -> int:
+        """How much of the prompts the first round's pass can read: it spares a pass, and is as exact.
+
+        Nothing if passes have a fixed width, if the drafter wants to find the prompts in the cache, or if the model
+        would score all those positions.
+        """
+        waits = self.drafter is not None and self.drafter.needs_cache
+        unread = [n - held for n, held in zip(self.rows.lengths, self.cache.lengths.tolist())]
+        if self.pass_width is not None or waits or any(self.rows.finished):
+            return 0
+        return min(CHUNK, *unread) - 1 if compat.accepts(self.model, "logits_to_keep") else 0
+
+    def read_prompts(self) -> None:
+        """Prefill: all but the last token of each prompt, and but what goes in with the next round."""
+        end = -1 - self.lead
+        unread = [self.rows.view(b)[n:end] for b, n in enumerate(self.cache.lengths.tolist())]
+        prefill(self.network, self.cache, unread, fixed=self.pass_width is not None, twin=self.twin)
 
     def round(self) -> None:
         """One round for all rows: each one writes 1 to k + 1 tokens, from one target pass."""
         draft = self.propose()
-        before = self.cache.lengths
+        if draft.parents is not None and self.lead:  # a tree grows from the pass's first token
+            self.lead = 0
+            self.read_prompts()
+        before = self.cache.lengths + self.lead
         logits = self.target_pass(draft)  # [N, V], of every position
+        self.lead = 0
         p = self.processors(self.rows, draft.tokens, draft.lengths, logits, draft.parents)  # the same, as scores
         verdict = self.judge(draft, p)
         rounds = self.commit(draft, verdict, p)
@@ -324,6 +350,8 @@ class Run:
         if self.twin is not None:
             counts = [1 + n for n in draft.lengths[active].tolist()]
         tokens = self.rows.pass_tokens(draft, max(counts))  # [B, T]
+        if self.lead:
+            tokens = torch.cat([self.rows.before_newest(self.lead).to(tokens.device), tokens], dim=1)
         groups = same_bucket(self.cache, active) if self.pass_width is not None and self.twin is None else [active]
         heard: list[Tensor] = []
         try:
@@ -344,7 +372,10 @@ class Run:
         filled = None if parents is None else pad(parents[rows], (0, width - 1 - parents.shape[1]), value=ROOT).tolist()
         if self.twin is not None and self.pass_width is not None:
             return self.twin.packed_pass(self.cache, tokens, rows, counts, self.pass_width, parents=filled)
-        logits = target_pass(self.model, self.cache, tokens, rows=rows, attended=attended, parents=filled)
+        kept = width - self.lead if self.lead else 0
+        logits = target_pass(
+            self.model, self.cache, tokens, rows=rows, attended=attended, logits_to_keep=kept, parents=filled
+        )  # fmt: skip
         return logits.flatten(0, 1)
 
     def judge(self, draft: Draft, p: Scores) -> Verdict:

@@ -276,7 +276,10 @@ class _PassClock:
 
 @dataclass(frozen=True)
 class _Decoded:
-    """The decoding phase of one run: after the prompt's prefill. Times in ms."""
+    """The decoding phase of one run, without the reading of the prompt. Times in ms.
+
+    The first round's pass may also read the prompt: it counts as much as the others take.
+    """
 
     text: list[int]
     passes_ms: list[float]
@@ -288,19 +291,16 @@ def _decoded(subject: Subject, prompt: list[int], new: int, drafter: Drafter | N
     ids = torch.tensor([prompt], device=subject.model.device)
     compile = subject.twin is not None
     with _PassClock(subject.network) as clock:
-        started = time.perf_counter()
         out = generate(subject.model, ids, drafter, compile=compile, max_new_tokens=new, do_sample=False)
         ended = time.perf_counter()
     assert out.stats is not None
     passes = int(out.stats.target_passes)
     begun, done = clock.begun[-passes:], clock.ended[-passes:]
-    before = clock.ended[-passes - 1] if len(clock.ended) > passes else started
-    return _Decoded(
-        out.sequences[0, len(prompt) :].tolist(),
-        [1000 * (b - a) for a, b in zip(begun, done)],
-        [1000 * (b - a) for a, b in zip(done, begun[1:])],
-        1000 * (ended - before),
-    )
+    times = [1000 * (b - a) for a, b in zip(begun, done)]
+    times[0] = median(times[1:] or times)
+    between = [1000 * (b - a) for a, b in zip(done, begun[1:])]
+    before = times[0] + (median(between) if between else 0.0)  # … and its draft
+    return _Decoded(out.sequences[0, len(prompt) :].tolist(), times, between, before + 1000 * (ended - done[0]))
 
 
 def _loop_cost(subject: Subject, prompt: list[int], plan: Plan) -> LoopCost:

@@ -85,6 +85,10 @@ class Rows:
         filled[:, 1 : k + 1] = draft.tokens * in_use.to(device)
         return filled
 
+    def before_newest(self, n: int) -> Tensor:
+        """The n tokens before each row's newest, LongTensor [B, n] on the CPU."""
+        return torch.tensor([tokens[-1 - n : -1] for tokens in self._tokens], dtype=torch.long)
+
     def commit(self, verdicts: Sequence[Round], scores: Tensor | None = None) -> list[Round]:
         """Write each active row's accepted guesses and the token after them, up to where the row ends.
 

@@ -146,7 +146,7 @@ class Slots(Run):
         """One pass over pieces of prompts, the first row's in any case, ``most`` positions in all if that will do."""
         pieces = self._pieces([b for b in joining if self.unread(b)], most if self.rows.active else CHUNK)
         if pieces:
-            read(self.network, self.cache, pieces, fixed=self.pass_width is not None)
+            read(self.network, self.cache, pieces, fixed=self.pass_width is not None, twin=self.twin)
         if self.drafter is not None:
             for b in pieces:
                 self.drafter.prefill(b, int(self.cache.lengths[b]))

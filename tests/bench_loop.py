@@ -22,7 +22,7 @@ PROMPT = "Tell me a short story about a lighthouse keeper and a whale, and then 
 
 def passes_alone(model, ids: torch.Tensor, new: int) -> None:
     cache = specnb.RaggedCache(model.config, 1, ids.shape[1] + new)
-    specnb.target_pass(model, cache, ids[:, :-1], need_logits=False)
+    specnb.target_pass(model, cache, ids[:, :-1], logits_to_keep=1)
     for _ in range(new):
         specnb.target_pass(model, cache, ids[:, -1:])
 

@@ -275,7 +275,8 @@ def test_real_times_do_not_change_the_text(llama, inner, options):
 def test_its_choices_are_in_the_trace(llama):
     drafter = adaptive(specnb.DraftModel(llama), 0.1)
     out = specnb.generate(llama, prompt(), drafter, max_new_tokens=60, return_trace=True)
-    assert [r.planned for r in out.trace[:3]] == [0, 1, 0]  # a plain pass, a look at what drafting costs, a plain pass
+    # a pass that also reads the prompt, a plain pass, a look at what drafting costs, a plain pass
+    assert [r.planned for r in out.trace[:4]] == [0, 0, 1, 0]
     assert max(r.planned or 0 for r in out.trace) == 4
     assert all(len(r.drafted) <= (r.planned or 0) for r in out.trace)
     chosen = Counter(r.planned for r in out.trace if r.planned is not None)

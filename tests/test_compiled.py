@@ -14,7 +14,7 @@ import specnb
 from specnb import compiled, kernels
 from specnb.cache import RAGGED_ATTENTION, RaggedCache, target_pass
 from specnb.compiled import Twin, Unsupported, compare, compiled_width, probe, twin_for
-from tests.tiny import FAMILIES, fresh_logits, plain, prompt, tiny_model
+from tests.tiny import FAMILIES, fresh_logits, padded, plain, prompt, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(kernels.compiler() is None, reason="no C++ compiler"),
@@ -30,17 +30,6 @@ def bfloat16():
 def text(model, ids, drafter=None, new=24, **options):
     options = {"compile": True, "pass_width": 4, **options}
     return specnb.generate(model, ids, drafter, max_new_tokens=new, **options).sequences.tolist()
-
-
-def padded(lengths, side="left"):
-    """Prompts of these lengths as input_ids and attention_mask."""
-    longest, rows, mask = max(lengths), [], []
-    for n in lengths:
-        filler = torch.zeros(longest - n, dtype=torch.long)
-        parts, seen = [filler, prompt(n, seed=n)[0]], [filler, torch.ones(n, dtype=torch.long)]
-        rows.append(torch.cat(parts if side == "left" else parts[::-1]))
-        mask.append(torch.cat(seen if side == "left" else seen[::-1]))
-    return torch.stack(rows), torch.stack(mask)
 
 
 # ── the twin ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +98,7 @@ def test_other_families_write_the_text_of_plain_generate(family):
     """Conv1D; layers of two kinds; a window of 8."""
     model = tiny_model(family)
     assert text(model, prompt(40), specnb.PromptLookup()) == plain(model, prompt(40)).tolist()
-    assert len(twin_for(model, 4).graphs) == (2 if family == "gemma3" else 1)
+    assert len(twin_for(model, 4).graphs) == 2 * (2 if family == "gemma3" else 1)  # rounds, and the reading of prompts
 
 
 def test_in_bfloat16_the_text_is_one_bit_for_bit(bfloat16, make_drafter):
@@ -128,6 +117,27 @@ def test_a_row_of_a_batch_equals_the_prompt_alone(lengths, side, bfloat16):
     out = text(bfloat16, ids, specnb.PromptLookup(), attention_mask=mask)
     for b, n in enumerate(lengths):
         assert out[b][max(lengths) :] == text(bfloat16, prompt(n, seed=n))[0][n:]
+
+
+def sizes_of_passes(monkeypatch, run):
+    """Positions of the compiled passes while ``run`` runs, and what it returns."""
+    sizes, through = [], compiled.run_pass
+    monkeypatch.setattr(
+        compiled, "run_pass", lambda n, c, line, *args: sizes.append(line.shape[1]) or through(n, c, line, *args)
+    )
+    return run(), sizes
+
+
+def test_prompts_are_read_in_compiled_passes_too(bfloat16, monkeypatch):
+    """In chunks of 32, the last in the smallest size that holds it; planted: a size that is refused."""
+    ids, twin = prompt(39), twin_for(bfloat16, 8)
+    options = dict(compile=True, pass_width=8, max_new_tokens=3)
+    out, sizes = sizes_of_passes(monkeypatch, lambda: specnb.generate(bfloat16, ids, **options))
+    assert sizes == [32, 8, 4, 4, 4] and twin.serves(32)
+    monkeypatch.setattr(twin, "widths", twin.widths - {32})
+    monkeypatch.setattr(twin, "refused", {32})
+    other, sizes = sizes_of_passes(monkeypatch, lambda: specnb.generate(bfloat16, ids, **options))
+    assert sizes == [4, 4, 4] and other.sequences.tolist() == out.sequences.tolist()
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 253, 257, 488], ids="prompt of {}".format)

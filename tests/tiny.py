@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,17 @@ def prompt(length: int = 12, seed: int = 0, batch: int = 1) -> torch.Tensor:
     if length >= 8:
         ids[:, -3:] = ids[:, 1:4]
     return ids
+
+
+def padded(lengths: Sequence[int], side: str = "left") -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of these lengths as input_ids and attention_mask."""
+    longest, rows, mask = max(lengths), [], []
+    for n in lengths:
+        filler = torch.zeros(longest - n, dtype=torch.long)
+        parts, seen = [filler, prompt(n, seed=n)[0]], [filler, torch.ones(n, dtype=torch.long)]
+        rows.append(torch.cat(parts if side == "left" else parts[::-1]))
+        mask.append(torch.cat(seen if side == "left" else seen[::-1]))
+    return torch.stack(rows), torch.stack(mask)
 
 
 def plain(model: hf.PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:

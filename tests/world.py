@@ -136,7 +136,8 @@ def play(
     """
     rows = Rows([[0]] * len(texts), [len(text) for text in texts], [[] for _ in texts])
     twin = None if size_of is None else SimpleNamespace(size_of=size_of)
-    drafter.start(SimpleNamespace(rows=rows, model=model, do_sample=False, vocab_size=10**9, twin=twin))
+    told = dict(rows=rows, model=model, do_sample=False, vocab_size=10**9, twin=twin, first_reads=False)
+    drafter.start(SimpleNamespace(**told))
     played, began = Played(), clock()
     while rows.active:
         limits = [max(0, min(drafter.num_draft_tokens, room - 1, limit or room)) for room in rows.room]

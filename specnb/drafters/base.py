@@ -91,9 +91,10 @@ class Session:
         do_sample: whether the run samples; then a guess must be drawn from the q it is scored with.
         generators: the rows' random number generators when sampling; None for torch's global one.
         sampling: where rows differ (in a `Batcher`), which of them sample; a live view. None: all do as ``do_sample``.
-        cache: the target's. It holds each row's tokens but the newest; whoever writes to it rolls back before the
-            target's pass. None where there is no target pass, in a replay.
+        cache: the target's, if `Drafter.needs_cache`. It holds each row's tokens but the newest; whoever writes to it
+            rolls back before the target's pass. None where there is no target pass, in a replay.
         twin: the target's compiled twin, if the passes go through one.
+        first_reads: whether the first round's pass also reads the prompts, and so takes longer than its guesses tell.
     """
 
     model: PreTrainedModel
@@ -106,6 +107,7 @@ class Session:
     sampling: Sequence[bool] | None = None
     cache: RaggedCache | None = None
     twin: Twin | None = None
+    first_reads: bool = False
 
     def choose(self, scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V].
@@ -139,10 +141,13 @@ class Drafter:
         trees: whether drafts may be trees. Then a limit counts nodes, and is not cut where a row has less room left
             than k: a tree is wider than it is deep.
         needs_hidden: whether `look` wants to be told the target's hidden states.
+        needs_cache: whether it drafts from the target's own cache, ``session.cache``. If not, the prompts may still be
+            unread in the first round.
     """
 
     trees = False
     needs_hidden = False
+    needs_cache = False
 
     def __init__(self, num_draft_tokens: int) -> None:
         if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 1:

@@ -68,6 +68,7 @@ class Cascade(Drafter):
             raise ValueError(f"c must be a cost of at least 0, or one for each part after the first, got {c!r}.")
         self.parts, self.costs = parts, [0.0, *costs]
         self.names = _names(parts)
+        self.needs_cache = any(part.needs_cache for part in parts)
 
     def start(self, session: Session) -> None:
         self._session = session

@@ -50,6 +50,8 @@ class EarlyExit(StepwiseDrafter):
         ValueError: for a layer that is no such number; if the target's number of layers decides, when a run starts.
     """
 
+    needs_cache = True
+
     def __init__(self, layer: int, num_draft_tokens: int = 4) -> None:
         super().__init__(num_draft_tokens)
         if isinstance(layer, bool) or not isinstance(layer, int) or layer < 1:
