@@ -368,7 +368,6 @@ def _masks(cache: RaggedCache, slots: Tensor, dtype: torch.dtype) -> Tensor | di
     return {"full_attention": masks[None], "sliding_attention": masks[sliding]}
 
 
-@torch.no_grad()
 def target_pass(
     model: PreTrainedModel,
     cache: RaggedCache,
@@ -408,6 +407,7 @@ def target_pass(
     return run_pass(model, cache, tokens, slots, logits_to_keep)
 
 
+@torch.no_grad()
 def run_pass(
     model: PreTrainedModel, cache: RaggedCache, tokens: Tensor, slots: Tensor, logits_to_keep: int = 0
 ) -> Tensor:

@@ -16,7 +16,6 @@ Measured, piece by piece, in notebook 07.
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
@@ -24,114 +23,28 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.nn.utils.stateless import _reparametrize_module as stateless
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
 from specnb import compat, kernels
 from specnb.ahead import Ahead
-from specnb.cache import RAGGED_ATTENTION, RaggedCache, RaggedLayer, run_pass, target_pass
+from specnb.cache import RAGGED_ATTENTION, RaggedCache, run_pass, target_pass
+from specnb.frames import Frame, Layers, Uncuttable
+from specnb.layers import PLAIN, LayerView, compile_layer, disassemble
+from specnb.packed import packed_copy
 from specnb.progress import Progress
 from specnb.replayed import Graph
 
 if TYPE_CHECKING:
     from specnb.drafters.base import Drafter
 
-OPTIONS = {
-    "cpp.threads": 1,  # what is left are a few thousand numbers a kernel: a second thread costs more than it brings
-    "size_asserts": False,  # a graph serves caches of any capacity: only the kernels look at the buffers
-}
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read the same input
 STEP = 4  # passes are compiled for multiples of this many positions, larger ones for fewer sizes: `pass_size`
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a twin's logits, as a share of the largest one
-
-
-class PackedLinear(nn.Module):
-    """``nn.Linear`` (or transformers' ``Conv1D``) over packed weights, for inference.
-
-    Args:
-        weight: [N, K], float32 or bfloat16, on the CPU.
-        bias: [N] or None.
-    """
-
-    packed: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", kernels.pack(weight), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] → [..., N]."""
-        return torch.ops.specnb.packed_linear(x, self.packed, self.bias, self.out_features)
-
-
-class Joined(nn.Module):
-    """The packed weights of layers that read the same input, one after another: [P, K, …]."""
-
-    packed: Tensor
-    bias: Tensor | None
-
-    def __init__(self, layers: list[PackedLinear]) -> None:
-        super().__init__()
-        self.out_features = sum(layer.out_features for layer in layers)
-        self.register_buffer("packed", torch.cat([layer.packed for layer in layers]), persistent=False)
-        biases = [layer.bias if layer.bias is not None else torch.zeros(layer.out_features) for layer in layers]
-        some = any(layer.bias is not None for layer in layers)
-        self.register_buffer("bias", torch.cat(biases) if some else None, persistent=False)
-
-
-class Part(nn.Module):
-    """One of the joined layers. In a graph all parts call the same product, and the compiler keeps one of the calls."""
-
-    def __init__(self, joined: Joined, first: int, out_features: int) -> None:
-        super().__init__()
-        self.__dict__["joined"] = joined  # a module of the parent, not of its parts
-        self.first, self.out_features = first, out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        joined: Any = self.joined
-        end = self.first + self.out_features
-        if _tracing:
-            y = torch.ops.specnb.packed_linear(x, joined.packed, joined.bias, joined.out_features)
-            return y[..., self.first : end]
-        packed = joined.packed[self.first // kernels.PANEL : end // kernels.PANEL]
-        bias = None if joined.bias is None else joined.bias[self.first : end]
-        return torch.ops.specnb.packed_linear(x, packed, bias, self.out_features)
-
-
-_tracing = False  # whether a layer is being turned into a graph
-
-
-class LayerView:
-    """One layer of a `RaggedCache` as a layer of the twin sees it: tensors, and no number that differs by layer."""
-
-    def __init__(self, layer: RaggedLayer, places: Tensor) -> None:
-        self.layer, self.places = layer, places
-        self.keys, self.values = layer.keys, layer.values  # None before the cache's first pass
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor, places: Tensor) -> LayerView:
-        """The same, from tensors alone."""
-        view = cls.__new__(cls)
-        view.keys, view.values, view.places = keys, values, places
-        return view
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; hand the whole buffers to `attention`."""
-        if self.keys is None:
-            self.layer.lazy_initialization(key, value)
-            self.keys, self.values = self.layer.keys, self.layer.values
-        torch.ops.specnb.ragged_store(self.keys, self.values, key, value, self.places)
-        return self.keys, self.values
 
 
 def attention(
@@ -223,11 +136,15 @@ class Twin:
         self.layers: list[tuple[int, dict[str, Tensor]]] = []  # of each the kind, and its parameters and buffers
         self.ahead: dict[RaggedCache, Ahead] = {}  # of the passes under way
         self.breaks: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self.blocks = blocks(self.network)
         kinds: dict[Any, int] = {}  # a layer's traits are many: their number stands for them
-        for index, layer in enumerate(blocks(self.network)):
+        for index, layer in enumerate(self.blocks):
             tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
             self.layers.append((kinds.setdefault(traits(layer), len(kinds)), tensors))
             layer.forward = functools.partial(self.run_layer, layer, index)
+        self.frames: dict[torch.Size, Frame] = {}  # by the shape of a pass
+        self.unframed: str | None = None  # why there are none, if there cannot be
+        self.network.forward = functools.partial(self.run_network, type(model).forward)
         compare(probe(model, 5), probe(self.network, 5), model.dtype)
         check_windows(model)
         self.entries = entries_of_a_token(self.network)
@@ -296,17 +213,17 @@ class Twin:
         pass_width: int,
         network: PreTrainedModel | None = None,
         parents: list[list[int]] | None = None,
-        logits_to_keep: int = 0,
+        scored: bool = True,
     ) -> Tensor:
         """A pass in which these rows stand side by side; row i of tokens [R, T] appends its first ``counts[i]``.
 
         Args:
             pass_width: of the run; a row of its own is filled up to it where sizes do not give the same bits.
             parents: of the tokens after each row's first, if they are trees: `specnb.target_pass`.
-            logits_to_keep: as there, filler counted.
+            scored: False to read the tokens only.
 
         Returns:
-            logits [N, V] of the N = Σ counts tokens, row after row.
+            logits [N, V] of the N = Σ counts tokens, row after row; of none if they are not scored.
         """
         flat = torch.cat([row[:n] for row, n in zip(tokens, counts)])
         before, found, first = cache.lengths, [], 0
@@ -320,7 +237,8 @@ class Twin:
                 slots = cache.begin_packed(rows[first:last], some, size, trees)
                 here, flat, first = flat[: sum(some)], flat[sum(some) :], last
                 line = torch.cat([here, here[-1:].expand(size - len(here))])[None]  # filler repeats the last token
-                found.append(run_pass(network or self.network, cache, line, slots, logits_to_keep)[0, : len(here)])
+                logits = run_pass(network or self.network, cache, line, slots, 0 if scored else 1)
+                found.append(logits[0, : len(here)] if scored else torch.empty(0))
         except BaseException:
             cache.rollback(cache.lengths - before)
             raise
@@ -355,8 +273,52 @@ class Twin:
             self.breaks[network] = {sum(getattr(forward, "func", None) == self.run_layer for forward in forwards)}
         return self.breaks[network]
 
+    def run_network(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The network's forward; of a compiled pass by its frame, if it can be cut. Without a score for prefill."""
+        cache = next((value for value in kwargs.values() if isinstance(value, RaggedCache)), None)
+        if cache is None or not cache.compiled or args:
+            return forward(self.network, *args, **kwargs)
+        with self.lock:
+            frame = self.frame(forward, kwargs)
+            if frame is None:
+                return forward(self.network, **kwargs)
+            layers, carried = frame.before(kwargs, cache)
+            hidden = self.run_layers(frame.form, cache.places.shape, layers)
+            logits = None if kwargs.get("logits_to_keep") else frame.behind(hidden, carried)
+        return SimpleNamespace(logits=logits)
+
+    def frame(self, forward: Callable[..., Any], call: dict[str, Any]) -> Frame | None:
+        """The frame for passes of this shape, made when it is first wanted; None if the forward cannot be cut."""
+        shape = call["input_ids"].shape
+        if self.unframed is None and shape not in self.frames:
+            try:
+                if len({kind for kind, _ in self.layers}) > 1:
+                    raise Uncuttable("its layers are of several kinds")
+                whole = {name: value for name, value in call.items() if name != "logits_to_keep"}
+                self.frames[shape] = Frame(self.network, forward, whole)
+            except Exception as error:  # whatever the tracer trips over, the forward itself works
+                self.unframed = str(error) or type(error).__name__
+        return None if self.unframed is not None else self.frames[shape]
+
+    def run_layers(self, form: Any, places: torch.Size, inputs: list[list[Tensor]]) -> Tensor:
+        """Hidden states after all layers, each called with what is given for it, after the result before it."""
+        kind, own = self.layers[0]
+        layers = [[*given, *own.values()] for given, (_, own) in zip(inputs, self.layers)]
+        case = (kind, form, places)
+        if case not in self.graphs:
+            self.graphs[case] = compile_layer(self.blocks[0], list(own), form, layers[0])
+        graph, hidden = self.graphs[case], layers[0][0]
+        results = graph.chain(layers) if isinstance(graph, Graph) else []
+        if len(results) == len(layers):
+            return results[-1]
+        for given in layers:
+            hidden = graph(hidden, *given[1:])
+        return hidden
+
     def run_layer(self, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
         """A layer's forward with its own part of the cache in the cache's place; compiled once per kind and shape."""
+        if (stand_in := Layers.standing_in()) is not None:
+            return stand_in(args, kwargs)
         cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, RaggedCache))
         ahead = self.ahead.get(cache)
         if ahead is not None and (known := ahead.take(index, args, kwargs)) is not None:
@@ -492,69 +454,6 @@ def users_level() -> int:
     return level
 
 
-PLAIN = {type(None), bool, int, float, str}
-
-
-def disassemble(value: Any, tensors: list[Tensor]) -> Any:
-    """Take the tensors out of nested arguments; returns their form, which is equal for equal constants."""
-    kind = type(value)
-    if kind in PLAIN:  # first, and by type: to ask whether something else is a tensor takes as long as all the rest
-        return value
-    if kind is Tensor or isinstance(value, Tensor):
-        tensors.append(value)
-        return Tensor
-    if kind is LayerView:
-        tensors += (value.keys, value.values, value.places)
-        return LayerView
-    if isinstance(value, (list, tuple)):
-        return tuple([disassemble(item, tensors) for item in value])
-    if isinstance(value, dict):
-        return (dict, *[(name, disassemble(item, tensors)) for name, item in value.items()])
-    return value
-
-
-def assemble(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """The inverse of `disassemble`."""
-    if form is Tensor:
-        return next(tensors)
-    if form is LayerView:
-        return LayerView.of(next(tensors), next(tensors), next(tensors))
-    if isinstance(form, tuple) and form and form[0] is dict:
-        return {name: assemble(item, tensors) for name, item in form[1:]}
-    if isinstance(form, tuple):
-        return tuple(assemble(item, tensors) for item in form)
-    return form
-
-
-def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Tensor]) -> Callable[..., Any]:
-    """A layer's forward as one graph over tensors only, so that the layers of a kind can share it.
-
-    Traced here and not by ``torch.compile``, whose check of the arguments costs 0.1 ms a layer and pass.
-    """
-
-    # here and not above: the compiler takes more than a second to import
-    from torch._functorch.compile_utils import fx_graph_cse
-    from torch._inductor import config as inductor_config
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def forward(*tensors: Tensor) -> Any:
-        own = dict(zip(names, tensors[-len(names) :]))
-        args, kwargs = assemble(form, iter(tensors))
-        with stateless(layer, own):
-            return type(layer).forward(layer, *args, **kwargs)
-
-    global _tracing
-    _tracing = True
-    try:
-        graph = make_fx(forward, decomposition_table=select_decomp_table())(*inputs)
-    finally:
-        _tracing = False
-    graph = GraphModule(graph, fx_graph_cse(graph.graph))
-    with inductor_config.patch(OPTIONS):
-        return Graph(len(inputs) - len(names)).compile(graph, inputs)
-
-
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers, in order: the longest list of modules it has.
 
@@ -567,48 +466,3 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         if len(modules) == wanted:
             return list(modules)
     raise NotImplementedError("no list of decoder layers")
-
-
-def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with its linear layers packed; parameters are shared, and the original is not touched.
-
-    Layers of other types, dtypes or devices stay as they are.
-
-    Raises:
-        kernels.NoCompiler: where the kernel cannot be built.
-    """
-    kernels.library()
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin = copy.deepcopy(model, shared)
-    for module in list(twin.modules()):
-        for name, child in list(module.named_children()):
-            if (weight := _matrix(child)) is not None:
-                setattr(module, name, PackedLinear(weight, child.bias))
-        for names in TOGETHER:
-            join(module, names)
-    packed = [module for module in twin.modules() if isinstance(module, (PackedLinear, Joined))]
-    stretch = kernels.Stretch(sum(layer.packed.nbytes + 64 for layer in packed))
-    for layer in packed:
-        layer.packed = stretch.take_in(layer.packed)
-    return twin.eval()
-
-
-def join(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Make these children parts of one product, if all are there, packed, and end where a panel ends."""
-    layers: list[Any] = [getattr(module, name, None) for name in names]
-    if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
-        return
-    joined = Joined(layers)
-    module.add_module("joined_" + "_".join(names), joined)
-    first = 0
-    for name, layer in zip(names, layers):
-        setattr(module, name, Part(joined, first, layer.out_features))
-        first += layer.out_features
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    """The module's weights [N, K] if the kernel can take its place."""
-    if type(module) not in (nn.Linear, Conv1D):
-        return None
-    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
-    return weight if weight.dtype in kernels.DTYPES and weight.device.type == "cpu" else None

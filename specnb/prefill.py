@@ -56,7 +56,7 @@ def read(
     if twin is not None and twin.serves(FIXED_CHUNK) and twin.narrows:
         for b, piece in pieces.items():
             cache.reserve(bucket_size(int(cache.lengths[b]) + len(piece)))
-            twin.packed_pass(cache, torch.tensor([piece]), [b], [len(piece)], FIXED_CHUNK, logits_to_keep=1)
+            twin.packed_pass(cache, torch.tensor([piece]), [b], [len(piece)], FIXED_CHUNK, scored=False)
         return
     rows, counts = list(pieces), [len(piece) for piece in pieces.values()]
     width = FIXED_CHUNK if fixed else max(counts)

@@ -351,7 +351,7 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    one, other = (x.detach().contiguous().view(torch.uint8) for x in (one, other))
+    one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (one, other))
     return torch.equal(one, other)
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import specnb
-from specnb import compiled, kernels
+from specnb import compiled, kernels, layers
 from specnb.cache import RAGGED_ATTENTION, RaggedCache, target_pass
 from specnb.compiled import Twin, Unsupported, compare, compiled_width, probe, twin_for
 from tests.tiny import FAMILIES, fresh_logits, padded, plain, prompt, tiny_model
@@ -317,12 +317,13 @@ def uncompiled(monkeypatch):
     """Twins run layer by layer: what is to be seen does not need the compiler."""
     monkeypatch.setattr(Twin, "warm_up", lambda twin, pass_width: twin.widths.add(pass_width))
     monkeypatch.setattr(compiled, "compile_layer", lambda layer, names, form, inputs: replay(layer, names, form))
+    monkeypatch.setattr(Twin, "frame", lambda *_: None)
 
 
 def replay(layer, names, form):
     def run(*tensors):
-        args, kwargs = compiled.assemble(form, iter(tensors[: -len(names)]))
-        with compiled.stateless(layer, dict(zip(names, tensors[-len(names) :]))):
+        args, kwargs = layers.assemble(form, iter(tensors[: -len(names)]))
+        with layers.stateless(layer, dict(zip(names, tensors[-len(names) :]))):
             return type(layer).forward(layer, *args, **kwargs)
 
     return run
@@ -407,7 +408,7 @@ def test_a_twin_that_computes_something_else_is_not_used(monkeypatch):
         store(view.keys, view.values, key, value, moved)
         return view.keys, view.values
 
-    monkeypatch.setattr(compiled.LayerView, "update", shifted)
+    monkeypatch.setattr(layers.LayerView, "update", shifted)
     assert "differ by" in falls_back(tiny_model("llama"), "gives other logits")
 
 
@@ -422,6 +423,7 @@ def test_a_compiler_that_trips(monkeypatch):
 def test_an_interrupted_check_is_made_again(monkeypatch):
     model, checked = tiny_model("llama"), compiled.compare
     monkeypatch.setattr(compiled, "compile_layer", lambda layer, names, form, inputs: replay(layer, names, form))
+    monkeypatch.setattr(Twin, "frame", lambda *_: None)
 
     def interrupted(expected, got, dtype):
         if expected.shape[1] == 4:

@@ -11,7 +11,7 @@ import torch
 
 from specnb import kernels
 from specnb.cache import sight
-from specnb.compiled import PackedLinear
+from specnb.packed import PackedLinear
 
 pytestmark = pytest.mark.skipif(kernels.compiler() is None, reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]

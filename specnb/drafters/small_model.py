@@ -138,17 +138,16 @@ class ShortHead(nn.Module):
             hidden, hints = self.bridge(hidden[self.places]), hints[self.places]
             return torch.cat([self.linear(hidden), self._of_hints(hidden, hints)], dim=-1)
         hidden = self.bridge(hidden)
-        logits = hidden.new_full((*hidden.shape[:-1], self.vocab_size + 1), float("-inf"))
+        logits = hidden.new_full((*hidden.shape[:-1], self.vocab_size), float("-inf"))
         logits[..., self.ids] = self.linear(hidden)
-        places = torch.where(self.has_row[hints], self.vocab_size, hints)[..., None]
-        return logits.scatter(-1, places, self._of_hints(hidden, hints))[..., : self.vocab_size]
+        place = torch.where(self.has_row[hints], 0, hints)[..., None]  # where there is no such hint, nothing changes
+        of_place = torch.where(self.has_row[hints][..., None], logits.gather(-1, place), self._of_hints(hidden, hints))
+        return logits.scatter(-1, place, of_place)
 
     def _of_hints(self, hidden: Tensor, hints: Tensor) -> Tensor:
         """The logits [..., 1] of hinted tokens that have no row; −∞ for the others."""
         head: Any = self.head
         own = self.has_row[hints]
-        if bool(own.all()):
-            return hidden.new_full((*hints.shape, 1), float("-inf"))
         tokens = hints.clamp(min=0)
         logits = (hidden * head.weight.detach()[tokens].to(hidden)).sum(-1)
         if getattr(head, "bias", None) is not None:
