@@ -106,7 +106,7 @@ class RaggedCache(Cache):
     ) -> None:
         if batch_size < 1 or capacity < 1:
             raise ValueError(f"batch_size and capacity must be at least 1, got {batch_size} and {capacity}.")
-        self.windows = compat.layer_windows(config)
+        self.windows, self.context_size = compat.layer_windows(config), context_size(config)
         super().__init__(layers=[RaggedLayer(self) for _ in self.windows])
         self.capacity, self.device, self.dtype = capacity, device, dtype
         self.lengths = torch.zeros(batch_size, dtype=torch.long)
@@ -136,13 +136,14 @@ class RaggedCache(Cache):
         drop = torch.as_tensor(n).cpu()
         if drop.is_floating_point() or drop.shape not in ((), self.lengths.shape):
             raise ValueError(f"rollback takes a whole number, or one per row [{len(self.lengths)}], got {n!r}.")
-        drop = drop.long().expand_as(self.lengths)
-        if bool(((drop < 0) | (drop > self.lengths)).any()):
+        held = self.lengths.tolist()
+        counts = [int(drop)] * len(held) if drop.ndim == 0 else drop.tolist()
+        if not all(0 <= n <= length for n, length in zip(counts, held)):
             raise ValueError(
-                f"rollback({drop.tolist()}) does not fit rows of length {self.lengths.tolist()}: "
+                f"rollback({counts}) does not fit rows of length {held}: "
                 "each count must lie between 0 and the row's length."
             )
-        self.lengths = self.lengths - drop
+        self.lengths = self.lengths - drop.long()
 
     def keep(self, start: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Of each row's entries from slot ``start[b]`` on keep these, side by side, and drop the others.
@@ -229,7 +230,9 @@ class RaggedCache(Cache):
             the tokens' slots, [1, size].
         """
         places, positions = [], []
-        for i, (b, n, T) in enumerate(zip(rows, self.lengths[list(rows)].tolist(), counts)):
+        held = self.lengths.tolist()
+        for i, (b, T) in enumerate(zip(rows, counts)):
+            n = held[b]
             bits, depths = ([0] * T, range(T)) if parents is None else sight(tuple(parents[i][: T - 1]))
             places += [(n + t, b, n if bits[t] else n + t + 1, bits[t]) for t in range(T)]
             positions += [n + depth for depth in depths]
@@ -237,8 +240,8 @@ class RaggedCache(Cache):
         filler = size - len(places)
         self._places = torch.tensor(places + places[-1:] * filler)[None, None]
         self.positions = torch.tensor(positions + positions[-1:] * filler)[None]
-        self._growth = torch.zeros_like(self.lengths)
-        self._growth[list(rows)] = torch.tensor(counts)
+        growth = dict(zip(rows, counts))
+        self._growth = torch.tensor([growth.get(b, 0) for b in range(len(self.lengths))])
         self._slots, self._rows = self._places[0, ..., 0], None
         return self._slots
 
@@ -417,7 +420,7 @@ def run_pass(
         arguments["logits_to_keep"] = logits_to_keep
     if compat.accepts(model, "position_ids"):
         assert cache.positions is not None
-        arguments["position_ids"] = cache.positions.clamp(max=context_size(model.config) - 1)  # filler may reach beyond
+        arguments["position_ids"] = cache.positions.clamp(max=cache.context_size - 1)  # filler may reach beyond
     reads_cache = model.config._attn_implementation == RAGGED_ATTENTION
     mask = cache.places if reads_cache else _masks(cache, slots, model.dtype)
     tokens = tokens.to(model.device)

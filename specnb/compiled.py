@@ -225,7 +225,7 @@ class Twin:
         Returns:
             logits [N, V] of the N = Σ counts tokens, row after row; of none if they are not scored.
         """
-        flat = torch.cat([row[:n] for row, n in zip(tokens, counts)])
+        flat = tokens[0, : counts[0]] if len(counts) == 1 else torch.cat([row[:n] for row, n in zip(tokens, counts)])
         before, found, first = cache.lengths, [], 0
         cache.compiled = True
         self.ahead[cache] = Ahead(self.breaks_of(network or self.network))

@@ -477,10 +477,14 @@ def on_host(draft: Draft, verdict: Verdict) -> tuple[list[Round], Tensor]:
     """What was decided for each row, ended ones too, and which of its places decide nothing [B, K+1]: by one copy."""
     k, path = draft.tokens.shape[1], draft.tokens[:, :0] if verdict.path is None else verdict.path
     parts = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid, path]
-    accepted, following, tokens, invalid, path = torch.cat(parts, 1).cpu().split([1, 1, k, k + 1, path.shape[1]], 1)
+    if path.device.type != "cpu":
+        parts = list(torch.cat(parts, 1).cpu().split([1, 1, k, k + 1, path.shape[1]], 1))
+    accepted, following, tokens, invalid, path = parts
     rounds = []
-    for b, (n, stand) in enumerate(zip(draft.lengths.tolist(), accepted.flatten().tolist())):
-        r = Round(b, tokens[b, :n].tolist(), stand, int(following[b]), is_bonus=stand == n)
+    for b, (n, guesses, [stand], [token]) in enumerate(
+        zip(draft.lengths.tolist(), tokens.tolist(), accepted.tolist(), following.tolist())
+    ):
+        r = Round(b, guesses[:n], stand, token, is_bonus=stand == n)
         if draft.parents is not None:
             parents, nodes = draft.parents[b, :n].tolist(), path[b, :stand].tolist()
             at_leaf = (nodes[-1] if nodes else ROOT) not in parents

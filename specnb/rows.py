@@ -76,13 +76,14 @@ class Rows:
 
     def pass_tokens(self, draft: Draft, width: int) -> Tensor:
         """The input of one pass, LongTensor [B, width]: each row's newest token, its guesses, then filler."""
-        device = draft.tokens.device
-        newest = torch.tensor([tokens[-1] for tokens in self._tokens], device=device)
-        filled = torch.zeros(len(self), width, dtype=torch.long, device=device)
-        filled[:, 0] = newest
-        k = draft.tokens.shape[1]
+        newest, k = [tokens[-1] for tokens in self._tokens], draft.tokens.shape[1]
+        if draft.tokens.device.type == "cpu":
+            guesses = [row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())]
+            return torch.tensor([[x, *row, *[0] * (width - 1 - len(row))] for x, row in zip(newest, guesses)])
+        filled = torch.zeros(len(self), width, dtype=torch.long, device=draft.tokens.device)
+        filled[:, 0] = torch.tensor(newest, device=filled.device)
         in_use = torch.arange(k) < draft.lengths[:, None]
-        filled[:, 1 : k + 1] = draft.tokens * in_use.to(device)
+        filled[:, 1 : k + 1] = draft.tokens * in_use.to(filled.device)
         return filled
 
     def before_newest(self, n: int) -> Tensor:

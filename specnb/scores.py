@@ -33,11 +33,11 @@ class Scores:
     @classmethod
     def of_pass(cls, flat: Tensor, rows: list[int], counts: list[int], batch_size: int, places: int) -> Scores:
         """Lines that came row after row, ``counts[i]`` of row ``rows[i]``, of which ``places`` are looked at."""
-        where, first = torch.zeros(batch_size, places, dtype=torch.long), 0
+        where, first = [[0] * places for _ in range(batch_size)], 0
         for b, n in zip(rows, counts):
-            where[b] = first + torch.arange(places).clamp(max=n - 1)
+            where[b] = [first + min(place, n - 1) for place in range(places)]
             first += n
-        return cls(flat, where.to(flat.device))
+        return cls(flat, torch.tensor(where, device=flat.device))
 
     def table(self) -> Tensor:
         """[B, K + 1, V]; at places a row does not use, any scores."""
