@@ -39,7 +39,7 @@ def test_only_what_is_new_is_read(monkeypatch):
     ids = torch.cat([out.sequences, prompt(15)], dim=1)
     seen.clear()
     specnb.generate(model, ids, max_new_tokens=NEW, cache=out.cache)
-    assert seen == [15] + [1] * NEW  # the answer's last token and 14 of the question, then the rounds
+    assert seen == [16] + [1] * (NEW - 1)  # the answer's last token and the question in the first round, then one each
     fixed = specnb.generate(model, prompt(90), max_new_tokens=NEW, return_cache=True, pass_width=8)
     seen.clear()
     specnb.generate(model, ids, max_new_tokens=NEW, cache=fixed.cache, pass_width=8)
