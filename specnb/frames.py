@@ -115,9 +115,6 @@ def cut(
     Raises:
         Uncuttable: or whatever the tracer and the compiler trip over.
     """
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     layers, seen, made = Layers(), list[Tensor](), list[Tensor]()
 
     def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -132,8 +129,7 @@ def cut(
                 made.append(tensor)
         return (*made, *wanted)
 
-    table = {**select_decomp_table(), torch.ops.aten.bmm.default: _outer}
-    whole = make_fx(traced, decomposition_table=table)(*given)
+    whole = _traced(traced, given)
     middle = [node for node in whole.graph.nodes if node.target is torch.ops.specnb.layers.default]
     if len(middle) != 1:
         raise Uncuttable("its layers were not seen")
@@ -144,6 +140,20 @@ def cut(
     example = before(*given)
     behind = _piece(whole, [example[0], *example[len(made) :]], [middle[0], *needed], results[len(made) :])
     return Cut(before, behind, layers, seen, made)
+
+
+def compiled(function: Callable[..., tuple[Tensor, ...]], given: list[Tensor]) -> Piece:
+    """A function of tensors as one graph, for others of the same sizes. Whatever else it reads is constant."""
+    whole = _traced(function, given)
+    return _piece(whole, given, [], list(whole.graph.output_node().args[0]))  # type: ignore[arg-type]
+
+
+def _traced(function: Callable[..., tuple[Tensor, ...]], given: list[Tensor]) -> GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = {**select_decomp_table(), torch.ops.aten.bmm.default: _outer}
+    return make_fx(function, decomposition_table=table)(*given)
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:

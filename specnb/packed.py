@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specnb import kernels
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read the same input
 
 
@@ -87,10 +87,10 @@ def joined_in_a_graph() -> Iterator[None]:
         _tracing = False
 
 
-def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with its linear layers packed; parameters are shared, and the original is not touched.
+def packed_copy(model: ModuleT) -> ModuleT:
+    """The same model, or part of one, with its linear layers packed.
 
-    Layers of other types, dtypes or devices stay as they are.
+    Parameters are shared, and the original is not touched. Layers of other types, dtypes or devices stay as they are.
 
     Raises:
         kernels.NoCompiler: where the kernel cannot be built.
@@ -101,7 +101,8 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(twin.modules()):
         for name, child in list(module.named_children()):
             if (weight := _matrix(child)) is not None:
-                setattr(module, name, PackedLinear(weight, child.bias))
+                bias: Any = child.bias
+                setattr(module, name, PackedLinear(weight, bias))
         for names in TOGETHER:
             join(module, names)
     packed = [module for module in twin.modules() if isinstance(module, (PackedLinear, Joined))]

@@ -224,10 +224,13 @@ class Program:
         threads = torch.get_num_threads()
         results: list[list[Tensor]] = []
         numbers: list[int] = []
+        arena, known = self.arena.data_ptr(), None
         for given in layers:
             outs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in self.outs]
             capacities = [given[i].shape[2] for i in self.caches]
-            numbers += [0, self.arena.data_ptr(), *self._room(capacities, threads), *capacities]
+            if capacities != known:
+                known, room = capacities, self._room(capacities, threads)
+            numbers += [0, arena, *room, *capacities]
             numbers += [out.data_ptr() for out in outs]
             numbers += [(results[-1][0] if results else given[0]).data_ptr(), *[x.data_ptr() for x in given[1:]]]
             results.append(outs)

@@ -374,6 +374,30 @@ def test_guesses_are_the_heads_favourites(hinted, llama):
     assert checked > 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [None, torch.arange(5, 45)], ids=["all tokens", "some"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@both
+def test_where_passes_are_compiled_so_are_the_heads(hinted, dtype, ids):
+    """The same logits for one text; planted: a compiler that fails."""
+    model = tiny_model().to(dtype)
+    drafter = specnb.Medusa(random_heads(hinted=hinted, ids=ids), [(0,), (1,), (0, 0)])
+    options = dict(compile=True, pass_width=4, max_new_tokens=NEW)
+    out = specnb.generate(model, prompt(), drafter, **options)
+    assert drafter._graph is not None and int(out.stats.drafted) > 0
+    hints = torch.tensor([[[50, 2], [7, 1], [0, 0]]]) if hinted else None
+    given = [torch.randn(1, 32).to(dtype), torch.tensor([9])]
+    found, expected = drafter._logits(*given, hints), drafter._attached(*given, hints)
+    torch.testing.assert_close(found, expected, atol=0.05 if dtype == torch.bfloat16 else 1e-4, rtol=0.05)
+
+    drafter._known, other = [], specnb.generate(model, prompt(), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(medusa.frames, "compiled", None)
+        again = specnb.generate(model, prompt(), drafter, **options)
+    assert drafter._graph is None and int(again.stats.drafted) > 0
+    assert out.sequences.tolist() == again.sequences.tolist() == other.sequences.tolist()
+
+
 def test_a_tree_that_grows_is_the_likeliest_of_its_size(llama):
     """The oracle: all paths and their chances, written out."""
     heads = random_heads(hinted=False)

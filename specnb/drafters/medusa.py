@@ -15,6 +15,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,10 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specnb import trees
+from specnb import frames, trees
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.drafters.hints import LONGEST, Hints
 from specnb.drafters.small_model import ROWS, described, signature, stored_weights
+from specnb.packed import PackedLinear, packed_copy
 from specnb.resources import data_path
 from specnb.trees import Path as Ranks
 
@@ -155,10 +157,11 @@ class Attached:
         own = slice(None) if heads.ids is None else heads.ids.to(output.weight.device)
         self.rows = self.matrix[own].to(dtype)  # [V', H]
         self.rows_bias = None if self.bias is None else self.bias[own].to(dtype)
+        self.output: Callable[..., Tensor] = partial(nn.functional.linear, weight=self.rows, bias=self.rows_bias)
         self.column = torch.full((vocabulary,), -1)
         self.column[self.ids] = torch.arange(len(self.ids))
 
-    def __call__(self, hidden: Tensor, newest: Tensor, hints: Tensor | None) -> Tensor:
+    def __call__(self, hidden: Tensor, newest: Tensor, hints: Tensor | None = None) -> Tensor:
         """Logits [N, heads, columns].
 
         Args:
@@ -168,12 +171,19 @@ class Attached:
         """
         hidden = hidden.to(self.rows.dtype)
         if not self.heads.hinted or hints is None:
-            return nn.functional.linear(self.heads(hidden), self.rows, self.rows_bias)
+            return self.output(self.heads(hidden))
         tokens, sizes = hints.to(hidden.device).unbind(-1)
         hint = self.words(tokens) * (sizes > 0)[..., None]
         out = self.heads(hidden, self.words(newest.to(hidden.device)), hint, sizes)
-        logits = nn.functional.linear(out, self.rows, self.rows_bias)
+        logits = self.output(out)
         return torch.cat([logits, self._of_hints(out, tokens, self._is_new(hints).to(out.device))[..., None]], dim=-1)
+
+    def compiled(self, given: list[Tensor]) -> Callable[..., Tensor]:
+        """The same for one place, as a graph over packed weights; ``given`` are examples of what it is called with."""
+        packed = copy.copy(self)
+        packed.heads, packed.output = packed_copy(self.heads), PackedLinear(self.rows, self.rows_bias)
+        graph = frames.compiled(lambda *tensors: (packed(*tensors),), given)
+        return lambda *tensors: graph(*tensors)[0]
 
     def words(self, tokens: Tensor) -> Tensor:
         """Vectors of tokens, of one length: their rows of the output matrix, each divided by its root mean square."""
@@ -378,6 +388,7 @@ class Medusa(Drafter):
 
     def start(self, session: Session) -> None:
         self._attach(session.model)
+        self._compiles = session.twin is not None
         widest, guessable = max([*self._ranks.tolist(), 0]) + 1, len(self._attached.ids)
         if self.grows:
             widest = min(WIDEST, self.num_draft_tokens, guessable)
@@ -395,6 +406,7 @@ class Medusa(Drafter):
         known, seen = [tensor for tensor, _ in self._known], [version for _, version in self._known]
         if len(known) != len(tensors) or seen != versions or any(a is not b for a, b in zip(known, tensors)):
             self._attached = Attached(_like(self.heads, output.weight), model)
+            self._graph: Callable[..., Tensor] | None = None
             self._known = list(zip(tensors, versions))
 
     def join(self, row: int) -> None:
@@ -439,9 +451,22 @@ class Medusa(Drafter):
         newest = torch.tensor([rows.view(b)[-1] for b in ready])
         hints = torch.tensor([self._hints(rows, b) for b in ready]) if self.heads.hinted else None
         hidden = torch.stack([self._hidden[b] for b in ready])
-        logits = self._attached(hidden, newest, hints)
+        logits = self._logits(hidden, newest, hints)
         best = (logits.float().softmax(dim=-1) if self.grows else logits).topk(self._widest, dim=-1)
         return self._attached.tokens(best.indices.cpu(), hints), best.values
+
+    def _logits(self, hidden: Tensor, newest: Tensor, hints: Tensor | None) -> Tensor:
+        """Of one row through a graph, if the target's passes go through one, and if that can be."""
+        if not self._compiles or len(hidden) > 1:
+            return self._attached(hidden, newest, hints)
+        given = [hidden, newest] if hints is None else [hidden, newest, hints]
+        if self._graph is None:
+            try:
+                self._graph = self._attached.compiled(given)
+            except Exception:  # whatever the compiler trips over, the heads themselves work
+                self._compiles = False
+                return self._attached(hidden, newest, hints)
+        return self._graph(*given)
 
     def _hints(self, rows: Rows, b: int) -> list[tuple[int, int]]:
         text = self._texts.setdefault(b, Hints())
