@@ -64,6 +64,10 @@ class Layers:
             raise Uncuttable("its layers are not all called with the same")
         return self.hidden
 
+    def forget(self) -> None:
+        """Let go of what they were called with: a cache is among it."""
+        self.args, self.kwargs, self.hidden = (), {}, torch.empty(0)
+
     @staticmethod
     def standing_in() -> Layers | None:
         """The object that a layer must call in place of its own forward, if this thread is tracing."""
@@ -176,9 +180,7 @@ def _inputs_from_before(late: set[Node], middle: Node) -> list[Node]:
     return [node for node in used if node not in late and node is not middle and node.op != "get_attr"]
 
 
-def _piece(
-    whole: GraphModule, examples: list[Tensor], inputs: list[Node], outputs: list[Node]
-) -> Piece:
+def _piece(whole: GraphModule, examples: list[Tensor], inputs: list[Node], outputs: list[Node]) -> Piece:
     """The operations between these inputs (none: those of the whole) and outputs, as a graph of their own."""
     graph, known, constants = Operations(), {}, {}
     for node in inputs or [node for node in whole.graph.nodes if node.op == "placeholder"]:
@@ -249,6 +251,7 @@ class Frame:
         self.form = disassemble(_seen(self.cut.layers), tensors)
         known = [KEYS, VALUES, PLACES, *self.cut.given, *self.cut.made]
         self.sources = [next(i for i, other in enumerate(known) if other is tensor) for tensor in tensors]
+        self.cut.layers.forget()
 
     @contextmanager
     def _heard(self) -> Iterator[list[Tensor]]:

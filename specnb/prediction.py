@@ -3,7 +3,7 @@
 The prediction knows, all measured in the same run:
 
 * v(T), what a pass over T positions costs with so much context (`specnb.forward_cost`, apart from any answer);
-* from plain decoding of the same prompt by the same loop: the time until the first round, which speculation does not
+* from plain decoding of the same prompt by the same loop: the time that the prompt takes, which speculation does not
   change, and what a round takes beyond v(1), which is the loop itself and what else the machine was doing;
 * from the drafter's own clock: its cost per prompt token when it starts and per drafted token afterwards, averaged over
   all answers (together c in the closed forms);
@@ -147,7 +147,7 @@ class PlainCosts:
     """What plain decoding tells of a prompt, in ms; the keys are (prompt, turn).
 
     Attributes:
-        prompt: before the first round.
+        prompt: until the first token, beyond what a round like the others takes.
         loop: per round, beyond its pass.
     """
 

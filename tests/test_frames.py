@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -136,9 +138,20 @@ def test_a_frame_that_forgets_what_differs_is_found_out(monkeypatch):
         return before(self, {**call, "position_ids": torch.arange(call["input_ids"].shape[1])[None]}, cache)
 
     monkeypatch.setattr(frames.Frame, "before", stale)
-    model = tiny_model("llama")
-    with pytest.warns(UserWarning, match="gives other logits"):
-        assert twin_for(model, 4) is None
+    model, ids = tiny_model("llama"), prompt(20)
+    out = specnb.generate(model, ids, specnb.PromptLookup(3), compile=True, max_new_tokens=12)
+    assert "gives other logits" in twin_for(model, 4).unframed
+    assert out.sequences.tolist() == plain(model, ids, max_new_tokens=12).tolist()
+
+
+def test_a_cache_is_not_held(twin):
+    """By what a frame remembers of the call that it was traced with."""
+    other = Twin(tiny_model("llama"))
+    _, cache = passes(other)
+    known = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert other.frames and known() is None
 
 
 def test_after_an_interrupted_pass_the_next_one_is_whole(twin, monkeypatch):
