@@ -6,7 +6,8 @@ packed copy of the matrices, and takes the model's place in `target_pass`:
 * linear layers read packed weights (`specnb.kernels.packed_linear`),
 * attention looks straight into the `RaggedCache` (`specnb.kernels.ragged_attention`): no mask, no repeated heads,
 * what remains of a layer (norms, rotations, activations) is fused by ``torch.compile``: one layer is compiled, once per
-  number of positions, and serves all layers of its kind.
+  number of positions, and serves all layers of its kind,
+* and so is what comes before all layers and behind them (`specnb.frames`): a pass is three native calls.
 
 A pass is *packed*: rows stand side by side in one line of positions, each with as many as it has guesses and one, so
 that a row without a guess costs one position whatever its neighbours draft.

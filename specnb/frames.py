@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel
 
 from specnb.cache import RaggedCache
-from specnb.layers import LayerView, compile_graph, disassemble
+from specnb.layers import LayerView, compile_graph, disassemble, trace
 from specnb.replayed import Graph
 
 _operators = torch.library.Library("specnb", "FRAGMENT")
@@ -133,7 +133,7 @@ def cut(
                 made.append(tensor)
         return (*made, *wanted)
 
-    whole = _traced(traced, given)
+    whole = trace(traced, given)
     middle = [node for node in whole.graph.nodes if node.target is torch.ops.specnb.layers.default]
     if len(middle) != 1:
         raise Uncuttable("its layers were not seen")
@@ -148,21 +148,8 @@ def cut(
 
 def compiled(function: Callable[..., tuple[Tensor, ...]], given: list[Tensor]) -> Piece:
     """A function of tensors as one graph, for others of the same sizes. Whatever else it reads is constant."""
-    whole = _traced(function, given)
+    whole = trace(function, given)
     return _piece(whole, given, [], list(whole.graph.output_node().args[0]))  # type: ignore[arg-type]
-
-
-def _traced(function: Callable[..., tuple[Tensor, ...]], given: list[Tensor]) -> GraphModule:
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    table = {**select_decomp_table(), torch.ops.aten.bmm.default: _outer}
-    return make_fx(function, decomposition_table=table)(*given)
-
-
-def _outer(a: Tensor, b: Tensor) -> Tensor:
-    """A batched product over one number is no product of matrices: angles are made so, and a kernel can be fused."""
-    return a * b if a.shape[-1] == 1 else NotImplemented
 
 
 def _depending_on(middle: Node, graph: Operations) -> set[Node]:

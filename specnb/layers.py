@@ -6,7 +6,7 @@ view that has no number of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,10 +87,6 @@ def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Te
     Traced here and not by ``torch.compile``, whose check of the arguments costs 0.1 ms a layer and pass.
     """
 
-    # here and not above: the compiler takes more than a second to import
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     def forward(*tensors: Tensor) -> Any:
         own = dict(zip(names, tensors[-len(names) :]))
         args, kwargs = assemble(form, iter(tensors))
@@ -98,8 +94,23 @@ def compile_layer(layer: nn.Module, names: list[str], form: Any, inputs: list[Te
             return type(layer).forward(layer, *args, **kwargs)
 
     with joined_in_a_graph():
-        graph = make_fx(forward, decomposition_table=select_decomp_table())(*inputs)
+        graph = trace(forward, inputs)
     return compile_graph(graph, inputs, len(inputs) - len(names))
+
+
+def trace(function: Callable[..., Any], examples: list[Tensor]) -> GraphModule:
+    """The operations of a function of tensors."""
+    # here and not above: the compiler takes more than a second to import
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = {**select_decomp_table(), torch.ops.aten.bmm.default: _outer}
+    return make_fx(function, decomposition_table=table)(*examples)
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    """A batched product over one number is no product of matrices: angles are made so, and a kernel can be fused."""
+    return a * b if a.shape[-1] == 1 else NotImplemented
 
 
 def compile_graph(graph: GraphModule, examples: list[Tensor], varying: int) -> Graph:
