@@ -36,7 +36,7 @@ from specnb import compat, kernels
 from specnb.ahead import Ahead
 from specnb.cache import RAGGED_ATTENTION, RaggedCache, run_pass, target_pass
 from specnb.frames import Frame, Layers, Uncuttable
-from specnb.layers import PLAIN, LayerView, compile_layer, disassemble
+from specnb.layers import PLAIN, LayerView, compile_layer, disassemble, with_view
 from specnb.packed import packed_copy
 from specnb.progress import Progress
 from specnb.replayed import Graph
@@ -321,18 +321,22 @@ class Twin:
 
     def run_layers(self, form: Any, places: torch.Size, inputs: list[list[Tensor]]) -> Tensor:
         """Hidden states after all layers, each called with what is given for it, after the result before it."""
-        kind, own = self.layers[0]
         layers = [[*given, *own.values()] for given, (_, own) in zip(inputs, self.layers)]
-        case = (kind, form, places)
-        if case not in self.graphs:
-            self.graphs[case] = compile_layer(self.blocks[0], list(own), form, layers[0])
-        graph, hidden = self.graphs[case], layers[0][0]
+        graph, hidden = self.graph_of(0, form, places, layers[0]), layers[0][0]
         results = graph.chain(layers) if isinstance(graph, Graph) else []
         if len(results) == len(layers):
             return results[-1]
         for given in layers:
             hidden = graph(hidden, *given[1:])
         return hidden
+
+    def graph_of(self, index: int, form: Any, places: torch.Size, given: list[Tensor]) -> Callable[..., Any]:
+        """The graph for calls of this form of a layer of this kind, compiled for such a call if there is none."""
+        kind, own = self.layers[index]
+        case = (kind, form, places)
+        if case not in self.graphs:
+            self.graphs[case] = compile_layer(self.blocks[index], list(own), form, given)
+        return self.graphs[case]
 
     def run_layer(self, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
         """A layer's forward with its own part of the cache in the cache's place; compiled once per kind and shape."""
@@ -343,19 +347,16 @@ class Twin:
         if ahead is not None and (known := ahead.take(index, args, kwargs)) is not None:
             return known
         view = LayerView(cache.layers[index], cache.places)
-        seen_args = tuple(view if value is cache else value for value in args)
-        seen_kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        seen = with_view(args, kwargs, view)
         with self.lock:
             if not cache.compiled or view.keys is None:
-                plain = type(layer).forward(layer, *seen_args, **seen_kwargs)  # also allocates the cache's buffers
+                plain = type(layer).forward(layer, *seen[0], **seen[1])  # also allocates the cache's buffers
                 if not cache.compiled:
                     return plain
             inputs: list[Tensor] = []
-            (kind, own), form = self.layers[index], disassemble((seen_args, seen_kwargs), inputs)
-            case = (kind, form, view.places.shape)
-            if case not in self.graphs:
-                self.graphs[case] = compile_layer(layer, list(own), form, [*inputs, *own.values()])
-            graph, given = self.graphs[case], [*inputs, *own.values()]
+            form = disassemble(seen, inputs)
+            given = [*inputs, *self.layers[index][1].values()]
+            graph = self.graph_of(index, form, view.places.shape, given)
             if ahead is None or not isinstance(graph, Graph) or not args or args[0] is not inputs[0]:
                 return graph(*given)
             return ahead.keep(index, args, kwargs, graph.chain([given, *self.following(index, inputs, cache, ahead)]))

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel
 
 from specnb.cache import RaggedCache
-from specnb.layers import LayerView, compile_graph, disassemble, trace
+from specnb.layers import LayerView, compile_graph, disassemble, trace, with_view
 from specnb.replayed import Graph
 
 _operators = torch.library.Library("specnb", "FRAGMENT")
@@ -33,6 +33,7 @@ for _key in ("CPU", "Meta"):
     _operators.impl("layers", torch.empty_like, _key)
 
 _tracing = threading.local()
+KEYS, VALUES, PLACES = (torch.empty(0) for _ in range(3))  # stand for those of a layer's cache and of a pass
 
 
 class Uncuttable(RuntimeError):
@@ -63,6 +64,12 @@ class Layers:
         if not (same and all(value is self.kwargs[name] for name, value in kwargs.items())):
             raise Uncuttable("its layers are not all called with the same")
         return self.hidden
+
+    def called(self) -> tuple[Any, list[Tensor]]:
+        """What the layers were called with: its form, and its tensors, hidden states first."""
+        tensors: list[Tensor] = []
+        form = disassemble(with_view(self.args, self.kwargs, LayerView.of(KEYS, VALUES, PLACES)), tensors)
+        return form, tensors
 
     def forget(self) -> None:
         """Let go of what they were called with: a cache is among it."""
@@ -104,17 +111,12 @@ class Cut:
     made: list[Tensor]
 
 
-def cut(
-    forward: Callable[..., Sequence[Tensor]],
-    given: list[Tensor],
-    tensors_of: Callable[[Layers], Iterable[Tensor]],
-) -> Cut:
+def cut(forward: Callable[..., Sequence[Tensor]], given: list[Tensor]) -> Cut:
     """Trace ``forward(*given)`` and compile what it does before the layers and behind them.
 
     Args:
         forward: runs the model on tensors that differ from pass to pass, and returns those that are wanted.
         given: examples of them.
-        tensors_of: the tensors in a call of a layer, hidden states first.
 
     Raises:
         Uncuttable: or whatever the tracer and the compiler trip over.
@@ -128,8 +130,8 @@ def cut(
         finally:
             _tracing.layers = None
         seen[:] = tensors
-        for tensor in tensors_of(layers):
-            if not any(tensor is other for other in (*seen, *made)):
+        for tensor in layers.called()[1]:
+            if not any(tensor is other for other in (KEYS, VALUES, PLACES, *seen, *made)):
                 made.append(tensor)
         return (*made, *wanted)
 
@@ -202,7 +204,6 @@ def _needed_for(outputs: Iterable[Node], known: set[Node]) -> set[Node]:
 # --- a pass ---
 
 GIVEN = ("input_ids", "position_ids", "attention_mask")  # what differs from pass to pass; the last are its places
-KEYS, VALUES, PLACES = (torch.empty(0) for _ in range(3))  # stand for those of a layer's cache and of a pass
 
 
 class Frame:
@@ -233,9 +234,8 @@ class Frame:
                 out = forward(network, **{**call, **dict(zip(GIVEN, tensors))})
             return heard[0], out.logits
 
-        self.cut = cut(scored, others, self._tensors)
-        tensors: list[Tensor] = []
-        self.form = disassemble(_seen(self.cut.layers), tensors)
+        self.cut = cut(scored, others)
+        self.form, tensors = self.cut.layers.called()
         known = [KEYS, VALUES, PLACES, *self.cut.given, *self.cut.made]
         self.sources = [next(i for i, other in enumerate(known) if other is tensor) for tensor in tensors]
         self.cut.layers.forget()
@@ -250,13 +250,6 @@ class Frame:
                 yield heard
         finally:
             self.head._forward_pre_hooks.update(hooks)
-
-    @staticmethod
-    def _tensors(layers: Layers) -> list[Tensor]:
-        """Those in a call of a layer that are not its cache's."""
-        tensors: list[Tensor] = []
-        disassemble(_seen(layers), tensors)
-        return [tensor for tensor in tensors if not any(tensor is own for own in (KEYS, VALUES, PLACES))]
 
     def before(self, call: dict[str, Any], cache: RaggedCache) -> tuple[list[list[Tensor]], list[Tensor]]:
         """What each layer is called with, hidden states of the first one first; and what is carried over."""
@@ -275,10 +268,3 @@ class Frame:
         for hook in self.head._forward_pre_hooks.values():
             hook(self.head, (heard,))
         return logits
-
-
-def _seen(layers: Layers) -> Any:
-    """A layer's arguments with a view in the place of the cache."""
-    view = LayerView.of(KEYS, VALUES, PLACES)
-    args = tuple(view if isinstance(value, RaggedCache) else value for value in layers.args)
-    return args, {name: view if isinstance(value, RaggedCache) else value for name, value in layers.kwargs.items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module as stateless
 
-from specnb.cache import RaggedLayer
+from specnb.cache import RaggedCache, RaggedLayer
 from specnb.packed import joined_in_a_graph
 from specnb.replayed import Graph
 
@@ -45,6 +45,12 @@ class LayerView:
             self.keys, self.values = self.layer.keys, self.layer.values
         torch.ops.specnb.ragged_store(self.keys, self.values, key, value, self.places)
         return self.keys, self.values
+
+
+def with_view(args: tuple[Any, ...], kwargs: dict[str, Any], view: LayerView) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer is called with, with its view in the place of the cache."""
+    seen = tuple(view if isinstance(value, RaggedCache) else value for value in args)
+    return seen, {name: view if isinstance(value, RaggedCache) else value for name, value in kwargs.items()}
 
 
 PLAIN = {type(None), bool, int, float, str}
@@ -121,5 +127,3 @@ def compile_graph(graph: GraphModule, examples: list[Tensor], varying: int) -> G
     graph = GraphModule(graph, fx_graph_cse(graph.graph))
     with inductor_config.patch(OPTIONS):
         return Graph(varying).compile(graph, examples)
-
-
