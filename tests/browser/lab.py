@@ -44,6 +44,17 @@ _READY = """() => {
   return Boolean(panel?.context?.isReady && kernel?.status === "idle" && kernel.connectionStatus === "connected");
 }"""
 
+# The changes of widgets that the kernel has not answered yet; it may take them on a thread of their own (a subshell).
+_WATCH = """() => {
+  const changes = window.changesUnderWay = new Set();
+  window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.anyMessage.connect((_, { msg, direction }) => {
+    if (direction === "send" && msg.header.msg_type === "comm_msg") changes.add(msg.header.msg_id);
+    if (msg.header.msg_type === "status" && msg.content.execution_state === "idle") {
+      changes.delete(msg.parent_header.msg_id);
+    }
+  });
+}"""
+
 _RUN_ALL = """ms => Promise.race([
   window.jupyterapp.commands.execute("notebook:run-all-cells"),
   new Promise(resolve => setTimeout(() => resolve("timeout"), ms)),
@@ -147,6 +158,7 @@ class Lab:
         self.notebook = notebook
         self.page.goto(f"{self.url}/lab/tree/{notebook}?reset")
         self.page.wait_for_function(_READY, timeout=timeout * 1000)
+        self.page.evaluate(_WATCH)
 
     def run_all(self, timeout: float = 60) -> None:
         """Run every cell; an error output, or text on stderr, fails with what it says."""
@@ -162,7 +174,17 @@ class Lab:
         return [text for found in (errors, broken, dialogs) for text in found.all_inner_texts()]
 
     def run_code(self, code: str) -> str:
-        """What the notebook's kernel prints for some code, beside the cells."""
+        """What the notebook's kernel prints for some code, beside the cells; it sees all that was clicked before."""
+        self._settle()
+        return self._execute(code)
+
+    def _settle(self) -> None:
+        """Wait until kernel and page agree: a widget holds a change back while an earlier one is under way."""
+        for _ in range(2):
+            self._execute("")  # by then the page has sent what the last answer set free
+            self.page.wait_for_function("() => window.changesUnderWay.size === 0")
+
+    def _execute(self, code: str) -> str:
         return self.page.evaluate(
             """async code => {
               const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
