@@ -276,7 +276,8 @@ class Twin:
         """How rows with so many positions share passes, and of what size: one for all if that will do."""
         size = pass_size(sum(counts))
         if len(counts) == 1:
-            yield counts, min((w for w in self.widths if w >= counts[0]), default=size) if self.narrows else pass_width
+            known = [w for w in self.widths if counts[0] <= w <= max(size, pass_width)]
+            yield counts, min(known, default=size) if self.narrows else pass_width
         elif self.narrows and self.serves(size):
             yield counts, size
         else:

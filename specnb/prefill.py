@@ -33,7 +33,7 @@ def prefill(
         fixed: all passes `FIXED_CHUNK` wide, filler included, over the bucket of their position.
         twin: the compiled twin whose network ``model`` is; then passes are compiled, too, if that can be.
     """
-    chunk = FIXED_CHUNK if fixed else CHUNK
+    chunk = FIXED_CHUNK if fixed or reads(twin) else CHUNK
     for start in range(0, max(len(prompt) for prompt in prompts), chunk):
         pieces = {b: prompt[start : start + chunk] for b, prompt in enumerate(prompts) if len(prompt) > start}
         for rows in same_bucket(cache, list(pieces)) if fixed else [list(pieces)]:
@@ -53,7 +53,7 @@ def read(
     In a compiled pass so many positions cost what they compute, and rows gain nothing from each other: each has its
     own, and no size has to be compiled for several.
     """
-    if twin is not None and twin.serves(FIXED_CHUNK) and twin.narrows:
+    if twin is not None and reads(twin):
         for b, piece in pieces.items():
             cache.reserve(bucket_size(int(cache.lengths[b]) + len(piece)))
             twin.packed_pass(cache, torch.tensor([piece]), [b], [len(piece)], FIXED_CHUNK, scored=False)
@@ -68,6 +68,11 @@ def read(
     filler = torch.zeros_like(cache.lengths)
     filler[rows] = width - torch.tensor(counts)
     cache.rollback(filler)
+
+
+def reads(twin: Twin | None) -> bool:
+    """Whether prompts go through compiled passes."""
+    return twin is not None and twin.serves(FIXED_CHUNK) and twin.narrows
 
 
 def same_bucket(cache: RaggedCache, rows: Sequence[int]) -> list[list[int]]:

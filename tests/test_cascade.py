@@ -138,6 +138,13 @@ def test_a_part_that_sat_out_long_reads_up_without_scoring_every_token(llama):
     assert second.widths[second.widths.index(max(second.widths)) + 1] == 1
 
 
+def test_a_part_that_is_never_asked_reads_nothing(llama):
+    text = plain(llama, IDS, max_new_tokens=30)[0].tolist()
+    second = Reading(tiny_model("llama", seed=3), 2)
+    specnb.generate(llama, IDS, specnb.Cascade(Knowing(6, text, lambda place: True), second), max_new_tokens=30)
+    assert second.widths == [] and second.cache.lengths.tolist() == [0]
+
+
 def test_three_parts_and_one_of_two_kinds(llama):
     parts = specnb.PromptLookup(4, min_ngram=3), specnb.PromptLookup(3), specnb.DraftModel(perturbed(llama), 2)
     ids = prompt(40)

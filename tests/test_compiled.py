@@ -168,6 +168,30 @@ def test_sampling_is_reproducible_and_a_certain_draft_changes_nothing(bfloat16):
     assert drafted == text(bfloat16, prompt(), specnb.DraftModel(bfloat16), **options)
 
 
+def test_a_draft_reads_its_prompt_and_what_it_missed_in_compiled_passes(llama, monkeypatch):
+    """A copy of the target as the second part of a cascade is always right, whatever it has not been asked."""
+    ids, silent = prompt(70), range(100, 120)
+    expected = plain(llama, ids, max_new_tokens=60)[0].tolist()
+    first = specnb.Scripted(lambda context: expected[len(context) :][:6] if len(context) not in silent else [])
+    draft, passes = tiny_model("llama", seed=0), []
+    draft.load_state_dict(llama.state_dict())
+    drafter = specnb.Cascade(first, specnb.DraftModel(draft, 3), c=0.0)
+    text(llama, ids, drafter)  # compiles
+    through = Twin.packed_pass
+
+    def noted(twin, cache, tokens, rows, counts, pass_width, *args, scored=True, **more):
+        if cache is drafter.parts[1].cache:
+            passes.append((sum(counts), scored))
+        return through(twin, cache, tokens, rows, counts, pass_width, *args, scored=scored, **more)
+
+    monkeypatch.setattr(Twin, "packed_pass", noted)
+    monkeypatch.setattr(specnb.DraftModel, "_plain_pass", None)
+    out = specnb.generate(llama, ids, drafter, compile=True, max_new_tokens=60, return_trace=True)
+    assert out.sequences[0].tolist() == expected and out.stats.alpha.tolist() == [1.0]
+    read = [n for n, scored in passes if not scored]
+    assert read[:3] == [32, 32, 32] and all(n <= 4 for n, scored in passes if scored)
+
+
 @pytest.mark.statistical
 def test_sampled_tokens_have_the_models_law(llama):
     """False alarms: 1 in 10⁴ (chi-square over the second new token of 256 rows; drafts are always wrong or right)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from specnb.drafters.base import Draft, Drafter, Session
+from specnb.processing import Processors
 from specnb.report import Round
 from specnb.rows import Rows
 
@@ -136,8 +137,7 @@ def play(
     """
     rows = Rows([[0]] * len(texts), [len(text) for text in texts], [[] for _ in texts])
     twin = None if size_of is None else SimpleNamespace(size_of=size_of)
-    told = dict(rows=rows, model=model, do_sample=False, vocab_size=10**9, twin=twin, first_reads=False)
-    drafter.start(SimpleNamespace(**told))
+    drafter.start(Session(model, rows, Processors([[]]), vocab_size=10**9, twin=twin))
     played, began = Played(), clock()
     while rows.active:
         limits = [max(0, min(drafter.num_draft_tokens, room - 1, limit or room)) for room in rows.room]

@@ -95,6 +95,7 @@ class Session:
             rolls back before the target's pass. None where there is no target pass, in a replay.
         twin: the target's compiled twin, if the passes go through one.
         first_reads: whether the first round's pass also reads the prompts, and so takes longer than its guesses tell.
+        may_wait: whether to leave the prompts unread until the first guess is asked for, which may be never.
     """
 
     model: PreTrainedModel
@@ -108,6 +109,7 @@ class Session:
     cache: RaggedCache | None = None
     twin: Twin | None = None
     first_reads: bool = False
+    may_wait: bool = False
 
     def choose(self, scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V].
@@ -167,7 +169,7 @@ class Drafter:
         """The target has read the first ``count`` tokens of the row, between two rounds: read them too, if you have to.
 
         After `join` the count grows in steps up to all of the prompt but its last token. Not called by `generate`,
-        where `start` finds the prompts in place. A `Cascade` calls it for a part that has long sat out.
+        where `start` finds the prompts in place.
         """
 
     def leave(self, row: int) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from specnb.rows import Rows
 
 ANY = None  # all kinds of guesses of a part together, and the kind of a part that tells none
-READ_UP = 32  # tokens a part may have missed before it is asked to read them without guessing
 
 
 class Cascade(Drafter):
@@ -74,19 +73,16 @@ class Cascade(Drafter):
         self._session = session
         self._rows = [_Row() for _ in range(len(session.rows))]
         self._offers: list[_Offer] = []
-        self._known = [session.rows.lengths for _ in self.parts]  # tokens of each row that a part has read, at least
-        for part in self.parts:
-            part.start(session)
+        for i, part in enumerate(self.parts):
+            part.start(session if i == 0 else replace(session, may_wait=True))
 
     def join(self, row: int) -> None:
         self._rows[row] = _Row()
-        for known, part in zip(self._known, self.parts):
-            known[row] = 0
+        for part in self.parts:
             part.join(row)
 
     def prefill(self, row: int, count: int) -> None:
-        for known, part in zip(self._known, self.parts):
-            known[row] = count
+        for part in self.parts:
             part.prefill(row, count)
 
     def leave(self, row: int) -> None:
@@ -100,7 +96,6 @@ class Cascade(Drafter):
             for row, n in zip(self._rows, asked):
                 row.asks(i, n)
             if any(asked):
-                self._read_up(i, rows, asked)
                 offer = self._offer(i, rows, asked, wanted)
                 self._offers.append(offer)
                 wanted = [0 if b in offer.sent else n for b, n in enumerate(wanted)]
@@ -116,14 +111,6 @@ class Cascade(Drafter):
         alpha = (1.0 + alpha) / 2 if row.is_due(i) else alpha
         gains = [alpha**j - price for j in range(1, k + 1) if not price or alpha**j > price]
         return len(gains), sum(gains)
-
-    def _read_up(self, i: int, rows: Rows, asked: list[int]) -> None:
-        """A part that has long sat out reads the row first, as it would a prompt: without scoring every token."""
-        for b, length in enumerate(rows.lengths):
-            if asked[b]:
-                if length - self._known[i][b] > READ_UP:
-                    self.parts[i].prefill(b, length - 1)
-                self._known[i][b] = length
 
     def _offer(self, i: int, rows: Rows, asked: list[int], wanted: list[int]) -> _Offer:
         """What part i proposes, and for which rows it is sent. What was drawn is not judged after the draw."""

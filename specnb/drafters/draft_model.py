@@ -21,11 +21,13 @@ from specnb.drafters.base import Draft, Session
 from specnb.drafters.growing import WIDTH, Growth, grow
 from specnb.drafters.hints import Hints
 from specnb.drafters.stepwise import StepwiseDrafter
-from specnb.prefill import prefill, read
+from specnb.prefill import prefill
 from specnb.trees import ROOT
 
 if TYPE_CHECKING:
     from specnb.rows import Rows
+
+SCORED = 32  # tokens for which a pass that does not score them would cost more than it spares
 
 
 class DraftModel(StepwiseDrafter):
@@ -123,11 +125,17 @@ class DraftModel(StepwiseDrafter):
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
         wants_hints = isinstance(self.model.get_input_embeddings(), small_model.HintedEmbedding)
         self._hints = [Hints() for _ in rows.lengths] if wants_hints else None
-        prefill(self._network, self.cache, [self._readable(b, 0, rows.lengths[b] - 1) for b in range(len(rows))])
+        if not session.may_wait:
+            self._read([n - 1 for n in rows.lengths])
 
     def prefill(self, row: int, count: int) -> None:
-        if piece := self._readable(row, int(self.cache.lengths[row]), count):
-            read(self._network, self.cache, {row: piece})
+        self._read([count if b == row else 0 for b in range(len(self._session.rows))])
+
+    def _read(self, counts: list[int]) -> None:
+        """Have the first ``counts[b]`` tokens of each row in the cache."""
+        held = self.cache.lengths.tolist()
+        unread = [self._readable(b, held[b], n) if n > held[b] else [] for b, n in enumerate(counts)]
+        prefill(self._network, self.cache, unread, twin=self._twin)
 
     def join(self, row: int) -> None:
         if self._hints is not None:
@@ -219,15 +227,26 @@ class DraftModel(StepwiseDrafter):
     def _catch_up(self, rows: Rows, wanted: Tensor) -> Tensor:
         """Feed what the cache has not seen: the newest token, and the last guess if all of them were accepted.
 
+        It is more where others have drafted in the meantime (`Cascade`); of much only the newest token is scored.
+
         Returns:
             logits [B, V] after each wanted row's newest token.
         """
         seen = self.cache.lengths.tolist()
+        behind = [wanted[b] and rows.lengths[b] - n > self._at_once for b, n in enumerate(seen)]
+        if any(behind):
+            self._read([n - 1 if far else 0 for n, far in zip(rows.lengths, behind)])
+            seen = self.cache.lengths.tolist()
         missing = [self._readable(b, n, rows.lengths[b]) if wanted[b] else [] for b, n in enumerate(seen)]
         counts = torch.tensor([len(tokens) for tokens in missing])
         width = int(counts.max())
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in missing])
         return self._pass(wanted, tokens, counts)
+
+    @property
+    def _at_once(self) -> int:
+        """So many tokens go through one pass with the newest, rather than through one before it."""
+        return SCORED if self._twin is None else STEP
 
     @property
     def _last_id(self) -> int:
