@@ -320,10 +320,11 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
             f"The draft must have {len(limits)} rows: tokens [B, K] and lengths [B], got {list(tokens.shape)} and "
             f"{list(lengths.shape)}."
         )
-    if tokens.dtype != torch.long or lengths.dtype != torch.long or bool((lengths < 0).any()):
+    counts = lengths.tolist()
+    if tokens.dtype != torch.long or lengths.dtype != torch.long or min(counts, default=0) < 0:
         raise ValueError(
             f"A draft's tokens and lengths are whole numbers (torch.long), lengths from 0 to K; got {tokens.dtype}, "
-            f"{lengths.dtype} and lengths {lengths.tolist()}."
+            f"{lengths.dtype} and lengths {counts}."
         )
     if draft.probs is not None and draft.probs.shape != (*tokens.shape, vocab_size):
         raise ValueError(
@@ -332,11 +333,11 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
     for name, values in (("planned", draft.planned), ("kinds", draft.kinds)):
         if values is not None and len(values) != len(limits):
             raise ValueError(f"The draft's {name} must be one number per row [{len(limits)}], got {len(values)}.")
-    lengths = torch.minimum(lengths, torch.tensor(limits)).clamp(max=tokens.shape[1])
-    used = int(lengths.max())
+    counts = [min(n, limit, tokens.shape[1]) for n, limit in zip(counts, limits)]
+    lengths, used = torch.tensor(counts, dtype=torch.long), max(counts)
     parents = None if draft.parents is None else _checked_parents(draft, lengths)[:, :used]
     if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
-        _check_guesses(tokens, lengths, vocab_size)
+        _check_guesses(tokens.tolist(), counts, vocab_size)
     probs = None if draft.probs is None else draft.probs[:, :used]
     return replace(draft, tokens=tokens[:, :used], lengths=lengths, probs=probs, parents=parents)
 
@@ -356,12 +357,11 @@ def _checked_parents(draft: Draft, lengths: Tensor) -> Tensor:
     return parents
 
 
-def _check_guesses(tokens: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    drafted = torch.arange(tokens.shape[1]) < lengths[:, None]
-    outside = drafted & ((tokens < 0) | (tokens >= vocab_size))
-    if bool(outside.any()):
-        row, place = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"The drafter proposed token {int(tokens[row, place])} in row {row} at place {place}; "
-            f"the target's vocabulary is 0…{vocab_size - 1}."
-        )
+def _check_guesses(tokens: list[list[int]], counts: list[int], vocab_size: int) -> None:
+    for row, (guesses, n) in enumerate(zip(tokens, counts)):
+        outside = next((place for place, token in enumerate(guesses[:n]) if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"The drafter proposed token {guesses[outside]} in row {row} at place {outside}; "
+                f"the target's vocabulary is 0…{vocab_size - 1}."
+            )

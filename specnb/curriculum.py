@@ -10,6 +10,7 @@ no run of eight words with any of its ninety questions, which are kept for measu
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -557,6 +558,63 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], str]]] = {
     "open_story": (9, story),
     "explanation": (10, explanation),
 }
+
+
+# Beginnings of questions about code and structured output, for the target to finish: more kinds than templates have.
+STARTS: dict[str, tuple[str, ...]] = {
+    "code_completion": (
+        "Write a Python function that",
+        "Write a Python function called",
+        "Write a short Python program that",
+        "Complete this Python function.\n\n```python\ndef ",
+        "Implement this function:\n\n```python\ndef ",
+        "Finish this class.\n\n```python\nclass ",
+        "Continue this program.\n\n```python\nimport ",
+        "Write a Python class",
+        "Write a JavaScript function that",
+        "Write a Java method that",
+        "Write a C function that",
+        "Write a SQL query that",
+        "Write a shell script that",
+        "Write a regular expression that",
+        "Write an HTML page",
+        "Write CSS for",
+        "Write unit tests for this function.\n\n```python\ndef ",
+        "Write a test for",
+        "Write a loop that",
+        "Write a decorator that",
+    ),
+    "code_edit": (
+        "Find the mistake in this code.\n\n```python\n",
+        "Add a docstring to this function.\n\n```python\ndef ",
+        "Add type hints to this code.\n\n```python\ndef ",
+        "Make this function shorter.\n\n```python\ndef ",
+        "Rename the variables so that they say what they hold.\n\n```python\ndef ",
+        "Write this in JavaScript instead.\n\n```python\ndef ",
+    ),
+    "structured_output": (
+        "Write a JSON object that describes",
+        "Give me a JSON list of",
+        "Make JSON of these notes.\n\n",
+        "Make a Markdown table of",
+        "Make a Markdown table with the columns",
+        "Put this into a table.\n\n",
+        "Write a YAML file for",
+        "Write this as YAML.\n\n",
+        "Make a CSV file with the header",
+        "Write an XML document for",
+        "Write a TOML configuration for",
+        "Take the names and dates out of this text, as JSON.\n\n",
+        "Fill in a form with name, date and place.\n\n",
+    ),
+}
+
+
+def starts(count: int, seed: int) -> list[tuple[str, str]]:
+    """So many pairs (kind, beginning of a question), each beginning about as often as any other."""
+    known = [(kind, start) for kind, some in STARTS.items() for start in some]
+    random.Random(seed).shuffle(known)
+    return list(itertools.islice(itertools.cycle(known), count))
 
 
 def questions(count: int, seed: int) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -48,15 +48,18 @@ PART = 256  # questions from templates in a part
 INVENTED = 48  # questions that the target invents for every other part
 LAG = 4  # parts come in fours: one is drawn, two invent; and each asks about the answers of the part so many before
 PARTS = 64
+FORM_PARTS = tuple(range(PARTS, PARTS + 4))  # code and structured output only, where the draft was weak
+BEGUN = 320  # questions that the target finishes in each of these
 TOP = 32
 HELD_OUT = 64  # questions of part 0 that are not learnt from
 TRAINING: dict[str, Any] = dict(layers=(0, 1), head_rows=8192, batch_tokens=768, scores=12)
 # The first round began while the other parts were still being made. Each goes on from the draft of the one before; in
 # the first two, heads did not yet score the hinted token.
 ROUNDS: list[dict[str, Any]] = [
-    dict(parts=3, epochs=3.0, learning_rate=2e-3, seed=0),
-    dict(parts=6, epochs=2.0, learning_rate=1.5e-3, seed=1),
-    dict(parts=6, epochs=1.0, learning_rate=1e-3, seed=2),
+    dict(parts=range(3), epochs=3.0, learning_rate=2e-3, seed=0),
+    dict(parts=range(6), epochs=2.0, learning_rate=1.5e-3, seed=1),
+    dict(parts=range(6), epochs=1.0, learning_rate=1e-3, seed=2),
+    dict(parts=(*range(7), *FORM_PARTS), epochs=3.0, learning_rate=1.5e-3, seed=3),
 ]
 MEDUSA_PARTS = (0, 1, 2, 4, 5, 6)  # the greedy ones
 MEDUSA: dict[str, Any] = dict(
@@ -88,10 +91,15 @@ def make_part(model: PreTrainedModel, tokenizer: Any, part: int, folder: Path, m
         )
         return list(made)
 
-    turns = answers([opening(tokenizer)] * INVENTED, 1.0, TURN_TOKENS) if part % LAG < 2 else []
-    asked = questions_of(part) + list(invented(tokenizer, turns))
-    if part >= LAG:
-        asked += curriculum.further(answered(tokenizer, part - LAG, folder), seed)
+    if part in FORM_PARTS:
+        kinds, begun = zip(*curriculum.starts(BEGUN, seed))
+        turns = answers([opening(tokenizer, start) for start in begun], 1.0, TURN_TOKENS)
+        asked = list(finished(tokenizer, kinds, begun, turns))
+    else:
+        turns = answers([opening(tokenizer)] * INVENTED, 1.0, TURN_TOKENS) if part % LAG < 2 else []
+        asked = questions_of(part) + list(invented(tokenizer, turns))
+        if part >= LAG:
+            asked += curriculum.further(answered(tokenizer, part - LAG, folder), seed)
     prompts = [encode(tokenizer, question)[0].tolist() for _, question in asked]
     lessons = answers(prompts, temperature_of(part), ANSWER_TOKENS)
     teaching.save(lessons, path_of(part, folder))
@@ -108,33 +116,42 @@ def answered(tokenizer: Any, part: int, folder: Path) -> Iterator[tuple[str, str
         yield kind, tokenizer.decode(lesson.tokens[lesson.answer :], skip_special_tokens=True)
 
 
-def opening(tokenizer: Any) -> list[int]:
-    """A conversation up to where the user begins to speak: the model goes on as the user."""
+def opening(tokenizer: Any, start: str = "") -> list[int]:
+    """A conversation up to where the user begins to speak, or has begun: the model goes on as the user."""
     before, _, _ = tokenizer.decode(encode(tokenizer, "?")[0]).partition(USER_TURN)
-    return tokenizer(before + USER_TURN).input_ids
+    return tokenizer(before + USER_TURN + start).input_ids
 
 
 def invented(tokenizer: Any, turns: Sequence[teaching.Lesson]) -> Iterator[tuple[str, str]]:
-    """The invented questions of a sensible length that touch no held-out one."""
+    """The questions that the target has invented."""
+    return finished(tokenizer, ["invented"] * len(turns), [""] * len(turns), turns)
+
+
+def finished(
+    tokenizer: Any, kinds: Sequence[str], starts: Sequence[str], turns: Sequence[teaching.Lesson]
+) -> Iterator[tuple[str, str]]:
+    """The questions that the target has finished, if they are of a sensible length and touch no held-out one."""
     runs = curriculum.held_out_runs()
-    for turn in turns:
-        text = tokenizer.decode(turn.tokens[turn.answer :], skip_special_tokens=True).strip()
+    for kind, start, turn in zip(kinds, starts, turns):
+        text = (start + tokenizer.decode(turn.tokens[turn.answer :], skip_special_tokens=True)).strip()
         if 15 < len(text) < 500 and not curriculum.overlaps(text, runs):
-            yield "invented", text
+            yield kind, text
 
 
 def make_lessons(folder: Path, worker: int, of: int, max_batch: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model()
-    for part in range(worker, PARTS, of):
+    for part in (*FORM_PARTS, *range(PARTS))[worker::of]:
         if not path_of(part, folder).exists():
             make_part(model, tokenizer, part, folder, max_batch)
             print(json.dumps({"part": part}), flush=True)
 
 
-def lessons_of(folder: Path, parts: int, tokenizer: Any) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
-    """The lessons of the first parts, to learn from; and those that are not learnt from."""
-    return divided({part: teaching.load(path_of(part, folder)) for part in range(parts)}, tokenizer)
+def lessons_of(
+    folder: Path, parts: Iterable[int], tokenizer: Any
+) -> tuple[list[teaching.Lesson], list[teaching.Lesson]]:
+    """The lessons of these parts, part 0 among them, to learn from; and those that are not learnt from."""
+    return divided({part: teaching.load(path_of(part, folder)) for part in parts}, tokenizer)
 
 
 def divided(
@@ -168,7 +185,8 @@ def train(folder: Path, draft: Path) -> None:
         found = distill_draft(target, lessons=learnt, held_out=held_out, start=start, **options)
         history += continued(history, found.history)
     assert found is not None
-    replace(found, history=history, settings={**found.settings, "rounds": ROUNDS}).save(draft)
+    rounds = [{**options, "parts": list(options["parts"])} for options in ROUNDS]
+    replace(found, history=history, settings={**found.settings, "rounds": rounds}).save(draft)
     (draft / "held_out.jsonl").write_text(curriculum.as_json(questions_of(0)[:HELD_OUT]), encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import EosTokenCriteria, StoppingCriteriaList
 
 from specnb.report import Round
 
@@ -34,6 +34,7 @@ class Rows:
         self._tokens = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.budgets, self.criteria = budgets, criteria
+        self._ends = [ending_tokens(some) for some in criteria]
         self.finished = [budget <= 0 for budget in budgets]
         self._ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]  # grown buffers, see `context`
         self.chosen_from: list[list[Tensor]] = [[] for _ in prompts]  # scores of each new token, if they are kept
@@ -131,6 +132,8 @@ class Rows:
         return stopped or len(self._tokens[b]) - self.prompt_lengths[b] >= self.budgets[b]
 
     def _is_stopped(self, b: int) -> bool:
+        if (ends := self._ends[b]) is not None:
+            return self._tokens[b][-1] in ends
         scores = tuple(step[None] for step in self.chosen_from[b]) or None  # [1, V] each, as transformers has them
         return bool(self.criteria[b](self.context(b)[None], scores).all())
 
@@ -140,3 +143,10 @@ class Rows:
         longest = max(len(tokens) for tokens in new)
         filled = [tokens + [pad_token_id] * (longest - len(tokens)) for tokens in new]
         return torch.tensor(filled, dtype=torch.long).reshape(len(self), longest)
+
+
+def ending_tokens(criteria: StoppingCriteriaList) -> frozenset[int] | None:
+    """The tokens that end a row, where its criteria look at nothing else: then there is no need to call them."""
+    if any(type(criterion) is not EosTokenCriteria for criterion in criteria):
+        return None
+    return frozenset(token for criterion in criteria for token in criterion.eos_token_id.flatten().tolist())

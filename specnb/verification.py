@@ -78,13 +78,40 @@ def judge_greedy(draft_tokens: Tensor, best: Tensor, choice: Tensor, draft_lengt
 def favourites(scores: Tensor) -> tuple[Tensor, Tensor]:
     """``scores.max(dim=-1)`` of [N, V]: the highest score, or NaN if there is one, and the lowest token that has it.
 
-    On a CPU by numpy, line by line, which is many times faster than torch's search for the place of a maximum.
+    On a CPU by numpy, which is many times faster than torch's search for the place of a maximum.
     """
     if scores.device.type != "cpu" or not scores.is_floating_point():
         return scores.max(dim=-1)
-    lines = (line if line.dtype == torch.float64 else line.float() for line in scores.detach())
-    tokens = torch.tensor([int(line.numpy().argmax()) for line in lines], dtype=torch.long)
+    if scores.dtype in _NEGATIVE_INFINITY:
+        places = _highest_by_bits(scores.detach())
+    else:
+        places = [_highest(line) for line in scores.detach()]
+    tokens = torch.tensor(places, dtype=torch.long)
     return scores.gather(-1, tokens[:, None]).squeeze(-1), tokens
+
+
+def _highest(line: Tensor) -> int:
+    """Where [V] is highest: the first such place, or a NaN's."""
+    return int((line if line.dtype == torch.float64 else line.float()).numpy().argmax())
+
+
+# Its bits, read as a number without sign; what is larger is a NaN with a minus.
+_NEGATIVE_INFINITY = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}
+
+
+def _highest_by_bits(scores: Tensor) -> list[int]:
+    """`_highest` of each line of [N, V] in half precision, which numpy would have to convert.
+
+    Numbers above 0 are in the order of their bits, a NaN's above them all. Only a line without any, or with a NaN that
+    has a minus, is looked at as it is.
+    """
+    bits = scores.view(torch.int16).numpy()
+    places: list[int] = bits.argmax(-1).tolist()
+    unsigned = bits.view("uint16").max(-1).tolist()
+    for n, (place, most) in enumerate(zip(places, unsigned)):
+        if bits[n, place] <= 0 or most > _NEGATIVE_INFINITY[scores.dtype]:
+            places[n] = _highest(scores[n])
+    return places
 
 
 def verify_sample(

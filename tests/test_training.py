@@ -347,7 +347,7 @@ def test_where_the_target_is_compiled_the_draft_is_too(llama):
         plainly = specnb.generate(llama, prompt(batch=rows), drafter, **options)
         out = specnb.generate(llama, prompt(batch=rows), drafter, compile=True, **options)
         assert torch.equal(out.sequences, plainly.sequences)
-        assert drafter._twin is not None and drafter._twin.widths == {4}  # a position a row
+        assert drafter._twin is not None and drafter._twin.widths == {4, 32}  # a position a row; the prompts
         assert torch.equal(out.stats.accepted, plainly.stats.accepted)
 
 
@@ -501,11 +501,11 @@ def test_tasks_about_held_out_answers_are_not_learnt_from(tmp_path, monkeypatch)
     leak, fair = lesson_of([1, *range(22, 30)], [3]), lesson_of([1, *range(40, 50)], [3])
     for number, made in enumerate(parts):
         teaching.save([*made[:3], leak, fair] if number == recipe.LAG else made, recipe.path_of(number, tmp_path))
-    learnt, held_out = recipe.lessons_of(tmp_path, 5, Words())
+    learnt, held_out = recipe.lessons_of(tmp_path, range(5), Words())
     assert [x.tokens.tolist() for x in held_out] == [x.tokens.tolist() for x in parts[0][:2]]
     assert len(learnt) == 2 + 3 * 4 + 3 + 1
     assert learnt[-1].tokens.tolist() == fair.tokens.tolist()
-    assert len(recipe.lessons_of(tmp_path, 4, Words())[0]) == 2 + 3 * 4
+    assert len(recipe.lessons_of(tmp_path, (3, 0, 1, 2), Words())[0]) == 2 + 3 * 4
 
 
 def test_invented_questions_touch_no_held_out_one():
@@ -517,6 +517,21 @@ def test_invented_questions_touch_no_held_out_one():
 
     turns = [lesson_of([0], [i]) for i in (1, 2, 3)]
     assert list(recipe.invented(Says(), turns)) == [("invented", "What do herons eat in the winter months?")]
+
+
+def test_questions_that_the_target_finishes_begin_as_they_should():
+    begun = curriculum.starts(80, seed=3)
+    assert begun == curriculum.starts(80, seed=3) and len(set(begun)) == sum(map(len, curriculum.STARTS.values()))
+    assert {kind for kind, _ in begun} <= set(curriculum.KINDS)
+    assert not any(curriculum.overlaps(start, curriculum.held_out_runs()) for _, start in begun)
+
+    class Says:
+        def decode(self, ids, skip_special_tokens=False):
+            return [" table of rivers.", "."][int(ids[0])]
+
+    kinds, starts = ["structured_output", "code_edit"], ["Make a", "Shorten it"]
+    made = recipe.finished(Says(), kinds, starts, [lesson_of([7], [i]) for i in (0, 1)])
+    assert list(made) == [("structured_output", "Make a table of rivers.")]
 
 
 def test_parts_are_disjoint_and_scores_go_on():

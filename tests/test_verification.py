@@ -112,9 +112,15 @@ def test_favourites_are_the_first_of_the_highest(dtype):
     scores = torch.randint(0, 5, (40, 30)).to(dtype)  # many ties
     scores[3, 7] = scores[3, 20] = float("nan")
     scores[5], scores[6, 4] = float("-inf"), float("inf")
+    scores[8, 2] = -scores[3, 7]  # a NaN with a minus
+    scores[9:12] = -1 - scores[9:12]  # nothing above 0
+    scores[12] = -scores[12]  # -0 and 0 are equal
+    scores[12, :9] = 0
     best, tokens = favourites(scores)
     expected = scores.max(dim=-1)
     assert torch.equal(best.nan_to_num(-9), expected.values.nan_to_num(-9))
     sound = ~expected.values.isnan()
     first = (scores == expected.values[:, None]).int().argmax(dim=-1)
     assert torch.equal(tokens[sound], first[sound])
+    assert torch.equal(favourites(scores[:, ::2])[1], favourites(scores[:, ::2].clone())[1])
+    assert [len(found) for found in favourites(scores[:0])] == [0, 0]
