@@ -32,7 +32,7 @@ from specnb.reuse import Remembered, cache_for
 from specnb.rows import Rows
 from specnb.scores import Scores
 from specnb.trees import ROOT, judge_tree_greedy, judge_tree_sample
-from specnb.verification import Verdict, judge_greedy, judge_sample, raise_for_nan
+from specnb.verification import Verdict, favourites_on_host, judge_greedy, judge_sample, raise_for_nan
 
 
 @torch.no_grad()
@@ -312,8 +312,7 @@ class Run:
         logits = self.target_pass(draft)  # [N, V], of every position
         self.lead = 0
         p = self.processors(self.rows, draft.tokens, draft.lengths, logits, draft.parents)  # the same, as scores
-        verdict = self.judge(draft, p)
-        rounds = self.commit(draft, verdict, p)
+        rounds = self.commit(draft, self.decide(draft, p), p)
         self.roll_back(before, rounds)
         if self.drafter is not None:
             self.inform(self.drafter, rounds, logits)
@@ -378,6 +377,16 @@ class Run:
         )  # fmt: skip
         return logits.flatten(0, 1)
 
+    def decide(self, draft: Draft, p: Scores) -> list[Round]:
+        """What stands of each row's guesses, ended rows too, and the token after them; raises for a NaN that decides."""
+        if p.flat.device.type == "cpu" and not any(self.sampling):
+            rounds = decided_on_host(draft, p)
+            if rounds is not None:
+                return rounds
+        rounds, invalid = on_host(draft, self.judge(draft, p))
+        self.refuse(invalid)
+        return rounds
+
     def judge(self, draft: Draft, p: Scores) -> Verdict:
         """Greedy or sampling verification on the device; of rows that have ended it says nothing of use."""
         lengths = draft.lengths.to(p.flat.device)
@@ -410,10 +419,8 @@ class Run:
             verdict = judge_tree_sample(*guesses, q, law, lengths[rows], generators, counts)
         return spread(verdict, rows, len(self.rows))
 
-    def commit(self, draft: Draft, verdict: Verdict, p: Scores) -> list[Round]:
-        """Bring the verdict to the host, in the round's one copy, and write what stands."""
-        verdicts, invalid = on_host(draft, verdict)
-        self.refuse(invalid)
+    def commit(self, draft: Draft, verdicts: list[Round], p: Scores) -> list[Round]:
+        """Write what stands."""
         scores = p.table() if self.config.return_dict_in_generate and self.config.output_scores else None
         return explained(self.rows.commit(verdicts, scores), draft)
 
@@ -473,8 +480,30 @@ class Run:
         )
 
 
+def decided_on_host(draft: Draft, p: Scores) -> list[Round] | None:
+    """Greedy verification in plain numbers, where scores are on the host: so few take longer to judge as tensors.
+
+    What `judge_greedy` and `judge_tree_greedy` say, for a chain is a tree without branches. None if there is a NaN.
+    """
+    choice = favourites_on_host(p.flat)
+    if None in choice:
+        return None
+    rounds = []
+    for b, (guesses, n, lines) in enumerate(zip(draft.tokens.tolist(), draft.lengths.tolist(), p.where.tolist())):
+        own = [choice[line] for line in lines]
+        parents = list(range(ROOT, n - 1)) if draft.parents is None else draft.parents[b, :n].tolist()
+        here, path = ROOT, []
+        for node in range(n):
+            if parents[node] == here and guesses[node] == own[here + 1]:
+                here = node
+                path.append(node)
+        r = Round(b, guesses[:n], len(path), own[here + 1], is_bonus=here not in parents)
+        rounds.append(r if draft.parents is None else replace(r, parents=parents, path=path))
+    return rounds
+
+
 def on_host(draft: Draft, verdict: Verdict) -> tuple[list[Round], Tensor]:
-    """What was decided for each row, ended ones too, and which of its places decide nothing [B, K+1]: by one copy."""
+    """What was decided for each row, and which of its places decide nothing [B, K+1]: by the round's one copy."""
     k, path = draft.tokens.shape[1], draft.tokens[:, :0] if verdict.path is None else verdict.path
     parts = [verdict.num_accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.invalid, path]
     if path.device.type != "cpu":

@@ -37,6 +37,7 @@ class Rows:
         self._ends = [ending_tokens(some) for some in criteria]
         self.finished = [budget <= 0 for budget in budgets]
         self._ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]  # grown buffers, see `context`
+        self._known = [len(prompt) for prompt in prompts]  # tokens that are in these
         self.chosen_from: list[list[Tensor]] = [[] for _ in prompts]  # scores of each new token, if they are kept
 
     def __len__(self) -> int:
@@ -71,9 +72,15 @@ class Rows:
         return self._tokens[b][self.prompt_lengths[b] :]
 
     def context(self, b: int) -> Tensor:
-        """Row b's token ids as a LongTensor [n] on the CPU; appending costs no copy of the row."""
-        tokens, ids = self._tokens[b], self._ids[b]
-        return ids[: len(tokens)]
+        """Row b's token ids as a LongTensor [n] on the CPU; a token costs no copy of the row."""
+        tokens, ids, known = self._tokens[b], self._ids[b], self._known[b]
+        n = len(tokens)
+        if n > len(ids):
+            ids = self._ids[b] = torch.cat([ids, torch.zeros(n + 64, dtype=torch.long)])
+        if n > known:
+            ids[known:n] = torch.tensor(tokens[known:])
+            self._known[b] = n
+        return ids[:n]
 
     def pass_tokens(self, draft: Draft, width: int) -> Tensor:
         """The input of one pass, LongTensor [B, width]: each row's newest token, its guesses, then filler."""
@@ -108,7 +115,7 @@ class Rows:
         """Write what the verdict lets stand; returns it as far as the row went."""
         b, kept = verdict.row, 0
         for place, token in zip(verdict.places, verdict.emitted):
-            self._append(b, token)
+            self._tokens[b].append(token)
             if scores is not None:
                 self.chosen_from[b].append(scores[place].float())
             kept += 1
@@ -119,13 +126,6 @@ class Rows:
             return verdict
         path = None if verdict.path is None else verdict.path[:kept]
         return replace(verdict, num_accepted=kept, next_token=None, is_bonus=False, path=path)
-
-    def _append(self, b: int, token: int) -> None:
-        n = len(self._tokens[b])
-        if n == len(self._ids[b]):
-            self._ids[b] = torch.cat([self._ids[b], torch.zeros(n + 64, dtype=torch.long)])
-        self._ids[b][n] = token
-        self._tokens[b].append(token)
 
     def _has_ended(self, b: int) -> bool:
         stopped = bool(self.criteria[b]) and self._is_stopped(b)

@@ -40,6 +40,7 @@ class SlotRows(Rows):
     def put(self, b: int, prompt: list[int], budget: int, criteria: StoppingCriteriaList) -> None:
         """Row b holds this prompt from now on; it does not grow before `begin`."""
         self._tokens[b], self._ids[b] = list(prompt), torch.tensor(prompt, dtype=torch.long)
+        self._known[b] = len(prompt)
         self.prompt_lengths[b], self.budgets[b], self.criteria[b] = len(prompt), budget, criteria
         self._ends[b], self.chosen_from[b], self.finished[b] = ending_tokens(criteria), [], True
         self.errors.pop(b, None)

@@ -76,42 +76,49 @@ def judge_greedy(draft_tokens: Tensor, best: Tensor, choice: Tensor, draft_lengt
 
 
 def favourites(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """``scores.max(dim=-1)`` of [N, V]: the highest score, or NaN if there is one, and the lowest token that has it.
-
-    On a CPU by numpy, which is many times faster than torch's search for the place of a maximum.
-    """
+    """``scores.max(dim=-1)`` of [N, V]: the highest score, or NaN if there is one, and the lowest token that has it."""
     if scores.device.type != "cpu" or not scores.is_floating_point():
         return scores.max(dim=-1)
-    if scores.dtype in _NEGATIVE_INFINITY:
-        places = _highest_by_bits(scores.detach())
-    else:
-        places = [_highest(line) for line in scores.detach()]
-    tokens = torch.tensor(places, dtype=torch.long)
-    return scores.gather(-1, tokens[:, None]).squeeze(-1), tokens
+    found = favourites_on_host(scores)
+    tokens = torch.tensor([0 if token is None else token for token in found], dtype=torch.long)
+    best = scores.gather(-1, tokens[:, None]).squeeze(-1)
+    if None in found:
+        best = best.masked_fill(torch.tensor([token is None for token in found]), float("nan"))
+    return best, tokens
 
 
-def _highest(line: Tensor) -> int:
-    """Where [V] is highest: the first such place, or a NaN's."""
-    return int((line if line.dtype == torch.float64 else line.float()).numpy().argmax())
+def favourites_on_host(scores: Tensor) -> list[int | None]:
+    """The lowest token with the highest score, for each line of [N, V] on the CPU; None for a line that holds a NaN.
 
-
-# Its bits, read as a number without sign; what is larger is a NaN with a minus.
-_NEGATIVE_INFINITY = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}
-
-
-def _highest_by_bits(scores: Tensor) -> list[int]:
-    """`_highest` of each line of [N, V] in half precision, which numpy would have to convert.
-
-    Numbers above 0 are in the order of their bits, a NaN's above them all. Only a line without any, or with a NaN that
-    has a minus, is looked at as it is.
+    By numpy, which is many times faster than torch in finding the place of a maximum.
     """
-    bits = scores.view(torch.int16).numpy()
-    places: list[int] = bits.argmax(-1).tolist()
-    unsigned = bits.view("uint16").max(-1).tolist()
-    for n, (place, most) in enumerate(zip(places, unsigned)):
-        if bits[n, place] <= 0 or most > _NEGATIVE_INFINITY[scores.dtype]:
-            places[n] = _highest(scores[n])
-    return places
+    if scores.dtype in _INFINITY:
+        return _favourites_by_bits(scores.detach())
+    return [_favourite(line) for line in scores.detach()]
+
+
+def _favourite(line: Tensor) -> int | None:
+    numbers = (line if line.dtype == torch.float64 else line.float()).numpy()
+    token = int(numbers.argmax())  # a NaN's place, if there is one
+    return None if numbers[token] != numbers[token] else token
+
+
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # its bits; those of a NaN are larger
+_MINUS = 0x8000
+
+
+def _favourites_by_bits(scores: Tensor) -> list[int | None]:
+    """Of scores in half precision, which numpy does not know: numbers above 0 are in the order of their bits."""
+    infinity, bits = _INFINITY[scores.dtype], scores.view(torch.int16).numpy()
+    tokens: list[int | None] = bits.argmax(-1).tolist()
+    largest = bits.view("uint16").max(-1).tolist()
+    for n, (token, most) in enumerate(zip(tokens, largest)):
+        highest = int(bits[n, token])
+        if highest > infinity or most > infinity + _MINUS:
+            tokens[n] = None
+        elif highest <= 0:  # none is above 0
+            tokens[n] = _favourite(scores[n])
+    return tokens
 
 
 def verify_sample(

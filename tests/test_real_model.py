@@ -106,7 +106,8 @@ def test_a_copy_of_the_target_gives_five_tokens_a_pass(real):
 def test_one_pass_width_in_bfloat16_is_bit_identical_with_and_without_drafter(real, real_bfloat16):
     """All prompts in two batches with the drafter that costs nothing, a few and one alone with one that does."""
     rows = [encode(real[1], text) for text in PROMPTS]
-    lookup, draft = specnb.PromptLookup(), specnb.DraftModel(real_bfloat16, 7)
+    lookup = specnb.PromptLookup()
+    draft = specnb.DraftModel.from_pretrained("smollm2-135m-draft", target=real_bfloat16, num_draft_tokens=7)
     for part, drafters in (
         (rows[:10], [lookup]),
         (rows[10:], [lookup]),

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 import specnb
 from specnb import trees
+from specnb.decoding import decided_on_host, on_host
+from specnb.scores import Scores
 from specnb.stats import chi_square
+from specnb.verification import judge_greedy
 
 V = 4
 
@@ -62,6 +65,23 @@ def test_greedy_goes_the_way_that_a_walk_by_hand_goes(forest, seed):
         path = verdict.path[b][verdict.path[b] >= 0].tolist()
         assert (path, int(verdict.next_token[b])) == expected
         assert int(verdict.num_accepted[b]) == len(path)
+
+
+@settings(deadline=None, max_examples=200)
+@given(forests(), st.integers(0, 10**6), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_verdict_in_plain_numbers_is_the_one_in_tensors(forest, seed, chain, dtype):
+    """What the loop does on a CPU, and what it does elsewhere; the lines of a pass lie packed, in any order."""
+    tokens, parents, lengths = forest
+    draft = specnb.Draft(tokens, lengths, parents=None if chain else parents)
+    rng = torch.Generator().manual_seed(seed)
+    flat = torch.randn(len(tokens) * (tokens.shape[1] + 1), V, generator=rng).to(dtype)
+    where = torch.randperm(len(flat), generator=rng).view(len(tokens), -1)
+    p = Scores(flat, where)
+    judge = judge_greedy(tokens, *p.favourites(), lengths)
+    verdict = judge if chain else trees.judge_tree_greedy(tokens, parents, *p.favourites(), lengths)
+    assert decided_on_host(draft, p) == on_host(draft, verdict)[0]
+    flat[int(where[0, 0]), 1] = float("nan")
+    assert decided_on_host(draft, p) is None
 
 
 @settings(deadline=None, max_examples=100)

@@ -69,6 +69,8 @@ class Draft:
 
     def to(self, device: torch.device) -> Draft:
         """The same draft with its tensors on the device; lengths and parents stay on the CPU."""
+        if self.tokens.device == device and (self.probs is None or self.probs.device == device):
+            return self
         probs = None if self.probs is None else self.probs.to(device)
         return replace(self, tokens=self.tokens.to(device), probs=probs)
 
