@@ -378,7 +378,7 @@ class Run:
         return logits.flatten(0, 1)
 
     def decide(self, draft: Draft, p: Scores) -> list[Round]:
-        """What stands of each row's guesses, ended rows too, and the token after them; raises for a NaN that decides."""
+        """What stands of each row's guesses, ended rows too, and the token after them; raises for a NaN."""
         if p.flat.device.type == "cpu" and not any(self.sampling):
             rounds = decided_on_host(draft, p)
             if rounds is not None:

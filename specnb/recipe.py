@@ -4,6 +4,7 @@
     python -m specnb.recipe lessons FOLDER --worker 1 --of 2     # half of the parts, in a process of its own
     python -m specnb.recipe train FOLDER DRAFT        # distil; the state is kept in FOLDER
     python -m specnb.recipe evaluate FOLDER DRAFT     # α and tokens per pass on the suite, which is held out
+    python -m specnb.recipe evaluate-trees FOLDER DRAFT      # tokens per pass where the draft's guesses are trees
     python -m specnb.recipe cost FOLDER DRAFT         # c: a draft step against the compiled target pass
     python -m specnb.recipe states FOLDER             # what the target had in mind along the answers, part by part
     python -m specnb.recipe medusa FOLDER HEADS       # train Medusa heads on that; the state is kept in FOLDER
@@ -66,6 +67,7 @@ MEDUSA: dict[str, Any] = dict(
     heads=4, hinted=True, head_rows=8192, epochs=5.0, batch_places=256, learning_rate=2e-3, seed=0
 )  # fmt: skip
 PASSES = (4, 8, 12, 16, 24, 32)  # positions of compiled passes
+FORMAL, DRAFT_TREES = ("code_edit", "code_completion", "structured_output"), (8, 12, 16)  # nodes of a draft's trees
 TREES = (3, 7, 15, 23, 31, 63)  # nodes of the trees that heads are measured with
 ANSWER_TOKENS, TURN_TOKENS = 128, 80
 USER_TURN = "<|im_start|>user\n"
@@ -223,6 +225,30 @@ def evaluate(folder: Path, draft: Path, k: int = 4) -> None:
     print(json.dumps(told, indent=1))
 
 
+def evaluate_trees(folder: Path, draft: Path) -> None:
+    """Tokens per pass on code and structured output with trees of several sizes, four levels deep."""
+    target, tokenizer = load_model()
+    path = draft / "evaluation.json"
+    told = json.loads(path.read_text(encoding="utf-8"))
+    told["trees"] = {
+        group: {nodes: _tree_tokens_per_pass(target, tokenizer, draft, group, nodes) for nodes in DRAFT_TREES}
+        for group in FORMAL
+    }
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(told["trees"], indent=1))
+
+
+def _tree_tokens_per_pass(target: PreTrainedModel, tokenizer: Any, draft: Path, group: str, nodes: int) -> float:
+    drafter = DraftModel.from_pretrained(draft, target=target, tree_nodes=nodes)
+    passes = tokens = 0
+    for prompt in load_prompts(group=group):
+        ids = encode(tokenizer, prompt)
+        stats = generate(target, ids, drafter, max_new_tokens=ANSWER_TOKENS, do_sample=False).stats
+        assert stats is not None
+        passes, tokens = passes + int(stats.target_passes), tokens + int(stats.emitted)
+    return round(tokens / passes, 3)
+
+
 def cost(folder: Path, draft: Path) -> None:
     """c: the time of a draft step over that of a target pass, both compiled, in bfloat16; medians of six answers."""
     target, tokenizer = load_model(dtype=torch.bfloat16)
@@ -365,7 +391,8 @@ def tree_worth(ranks: Sequence[Tensor], shape: Sequence[trees.Path]) -> float:
 
 
 STEPS = (
-    ("train", "distil from the answers"), ("evaluate", "measure on the suite"), ("cost", "measure c"),
+    ("train", "distil from the answers"), ("evaluate", "measure on the suite"),
+    ("evaluate-trees", "measure trees on a part of it"), ("cost", "measure c"),
     ("medusa", "train heads"), ("medusa-tree", "choose the heads' tree"),
     ("evaluate-medusa", "measure heads on the suite"),
 )  # fmt: skip
@@ -387,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         step.add_argument("draft", type=Path)
     options = vars(parser.parse_args(arguments))
     do: dict[str, Callable[..., None]] = {
-        "lessons": make_lessons, "train": train, "evaluate": evaluate, "cost": cost,
+        "lessons": make_lessons, "train": train, "evaluate": evaluate, "evaluate-trees": evaluate_trees, "cost": cost,
         "states": make_states, "medusa": train_heads, "medusa-tree": choose_tree, "evaluate-medusa": evaluate_heads,
     }  # fmt: skip
     do[options.pop("step")](**options)

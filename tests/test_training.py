@@ -542,6 +542,35 @@ def test_parts_are_disjoint_and_scores_go_on():
     assert recipe.continued([], scores) == scores
 
 
+def test_the_recipe_makes_a_draft_and_measures_it(tmp_path, monkeypatch):
+    """Its steps after the lessons, on the tiny model: two rounds, the second over other parts too."""
+    target, folder, draft = tiny_model(), tmp_path / "lessons", tmp_path / "draft"
+    folder.mkdir()
+    rounds = [dict(parts=range(1), epochs=1.0, seed=0), dict(parts=(0, recipe.FORM_PARTS[0]), epochs=1.0, seed=1)]
+    monkeypatch.setattr(recipe, "load_model", lambda **_: (target, Words()))
+    monkeypatch.setattr(recipe, "ROUNDS", rounds)
+    monkeypatch.setattr(recipe, "TRAINING", dict(batch_tokens=128, scores=2))
+    monkeypatch.setattr(recipe, "HELD_OUT", 6)
+    monkeypatch.setattr(recipe, "ANSWER_TOKENS", NEW)
+    monkeypatch.setattr(recipe, "DRAFT_TREES", (8,))
+    monkeypatch.setattr(recipe, "encode", lambda tokenizer, prompt_: prompt())
+    for i, part in enumerate((0, recipe.FORM_PARTS[0])):
+        teaching.save(lessons()[i * 20 : i * 20 + 20], recipe.path_of(part, folder))
+    teaching.save(lessons()[:9] * 10, folder / "suite.safetensors")
+    recipe.main(["train", str(folder), str(draft)])
+    settings = json.loads((draft / "training.json").read_text())["settings"]
+    assert settings["lessons"] == 14 + 20 and [one["parts"] for one in settings["rounds"]] == [[0], [0, 64]]
+
+    recipe.main(["evaluate", str(folder), str(draft)])
+    recipe.main(["evaluate-trees", str(folder), str(draft)])
+    told = json.loads((draft / "evaluation.json").read_text())
+    assert told["all"]["tokens"] == 90 * NEW
+    assert list(told["trees"]) == list(recipe.FORMAL)
+    drafter = specnb.DraftModel.from_pretrained(draft, target=target, tree_nodes=8)
+    out = specnb.generate(target, prompt(), drafter, max_new_tokens=NEW, do_sample=False)
+    assert told["trees"]["code_edit"]["8"] == round(float(out.stats.tokens_per_pass), 3)
+
+
 # --- the one that ships ---
 
 
@@ -569,6 +598,8 @@ def test_the_card_says_what_was_measured():
     card = (shipped() / "README.md").read_text()
     for name, group in {**told["groups"], "all": told["all"]}.items():
         assert f"| {name} | {group['alpha']:.2f} | {group['tokens_per_pass']:.2f} |" in card
+    for group, by_nodes in told["trees"].items():
+        assert f"| {group} | " + " | ".join(f"{passes:.2f}" for passes in by_nodes.values()) + " |" in card
 
 
 @pytest.mark.real_model
