@@ -2,16 +2,18 @@
 
 Prompt lookup costs nothing and is right for long stretches, but only where the text repeats itself; a draft model
 always has a guess, at a price. Row by row and round by round, the first part's guesses are sent if they promise at
-least as much as those of the parts after it, whose price is taken off:
+least as much as those of the parts after it:
 
-    α + α² + … + αⁿ  ≥  (α' − price) + (α'² − price) + … + (α'ᵏ − price),     price = pace · c
+    (α − price) + (α² − price) + … + (αⁿ − price)  ≥  (α' − price') + (α'² − price') + … + (α'ᵏ − price')
 
 α is how often guesses of this part and kind have lately passed in this row (the kind is the length of the suffix that
-lookup has found, for one), α' the same for the later part. c is what one of its guesses takes, in target passes, and
-the pace is how many tokens the row has lately written per pass' worth of time: so much would have been written in the
-time of a guess. A later part is asked for as many guesses as are worth their price, k, and not at all if none is; what
-sits out is tried again, ever more rarely. Every part's guesses are compared with the text, sent or not. This is the
-rule by which `specnb.Adaptive` chooses k (notebook 07), applied to the choice of the drafter.
+lookup has found, for one), α' the same for the later part. The price of a guess is pace · (c + slope): c is what it
+takes to make, nothing for the first part, and the slope what it makes the target's pass longer, both in target passes;
+the pace is how many tokens the row has lately written per pass' worth of time, so much would have been written in the
+time of a guess. Of each part as many guesses are sent as are worth their price, n and k, and none if none is; a part
+that costs something is asked for no more than these. What sits out is tried again, ever more rarely. Every part's
+guesses are compared with the text, sent or not. This is the rule by which `specnb.Adaptive` chooses k (notebook 07),
+applied to the choice of the drafter.
 
 Why the text stays the target's own. Which part drafts is decided from the past, and from guesses that are
 deterministic (q is one-hot); guesses that were drawn from a q are sent as they are. Nothing here looks at a clock or at
@@ -23,7 +25,7 @@ Derived in notebook 09.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from specnb import checks
 from specnb.drafters.base import Draft, Drafter, Session
-from specnb.estimates import Chance, Kind, Pace
+from specnb.estimates import Chance, Kind, Pace, RoundCosts
 from specnb.verification import one_hot
 
 if TYPE_CHECKING:
@@ -52,20 +54,24 @@ class Cascade(Drafter):
     Args:
         *parts: two or more drafters, cheapest first.
         c: what one guess of the parts after the first takes, in target passes: one number, or one for each of them.
+        slope: how much longer a pass takes for each guess that it checks, in passes without one. `specnb doctor` shows
+            it as the slope of v.
 
     Raises:
-        TypeError, ValueError: for parts that are no drafters, or a negative c. `Adaptive` goes around a cascade, not
-            into it.
+        TypeError, ValueError: for parts that are no drafters, or a negative c or slope. `Adaptive` goes around a
+            cascade, not into it.
     """
 
-    def __init__(self, *parts: Drafter, c: float | Sequence[float] = 0.1) -> None:
+    def __init__(self, *parts: Drafter, c: float | Sequence[float] = 0.1, slope: float = RoundCosts.SLOPE) -> None:
         _check_parts(parts)
         super().__init__(max(part.num_draft_tokens for part in parts))
         later = len(parts) - 1
         costs = [c] * later if isinstance(c, (int, float)) else list(c)
         if len(costs) != later or not all(0 <= one < float("inf") for one in costs):
             raise ValueError(f"c must be a cost of at least 0, or one for each part after the first, got {c!r}.")
-        self.parts, self.costs = parts, [0.0, *costs]
+        if not 0 <= slope < float("inf"):
+            raise ValueError(f"slope must be a cost of at least 0, got {slope!r}.")
+        self.parts, self.costs, self.slope = parts, [0.0, *costs], slope
         self.names = _names(parts)
         self.needs_cache = any(part.needs_cache for part in parts)
 
@@ -92,7 +98,7 @@ class Cascade(Drafter):
     def draft(self, rows: Rows, limits: list[int]) -> Draft:
         self._offers, wanted = [], list(limits)
         for i in range(len(self.parts)):
-            asked = [self._worth_asking(row, i, n)[0] for row, n in zip(self._rows, wanted)]
+            asked = [self._asked(row, i, n) for row, n in zip(self._rows, wanted)]
             for row, n in zip(self._rows, asked):
                 row.asks(i, n)
             if any(asked):
@@ -101,41 +107,48 @@ class Cascade(Drafter):
                 wanted = [0 if b in offer.sent else n for b, n in enumerate(wanted)]
         return self._joined(len(rows))
 
-    def _worth_asking(self, row: _Row, i: int, limit: int) -> tuple[int, float]:
-        """How many guesses of part i are worth their price, and the tokens that they promise beyond it.
+    def _asked(self, row: _Row, i: int, limit: int) -> int:
+        """How many guesses part i is asked for: as many as are worth their price, and all that it has if it is free."""
+        k = min(limit, self.parts[i].num_draft_tokens)
+        return len(self._expected(row, i, k)) if self.costs[i] else k
+
+    def _expected(self, row: _Row, i: int, limit: int) -> list[float]:
+        """What guesses of part i promise, whatever kind they will be.
 
         A part that has not been asked for a while is given the benefit of the doubt, so that it can show what it is.
         """
-        k, price = min(limit, self.parts[i].num_draft_tokens), row.pace.rate * self.costs[i]
         alpha = row.alpha(i, ANY, self.parts[i])
-        alpha = (1.0 + alpha) / 2 if row.is_due(i) else alpha
-        gains = [alpha**j - price for j in range(1, k + 1) if not price or alpha**j > price]
-        return len(gains), sum(gains)
+        return self._gains(row, i, (1.0 + alpha) / 2 if row.is_due(i) else alpha, limit)
+
+    def _gains(self, row: _Row, i: int, alpha: float, limit: int) -> list[float]:
+        """What each guess of part i that is worth its price promises beyond it, in tokens."""
+        k, price = min(limit, self.parts[i].num_draft_tokens), row.pace.rate * (self.costs[i] + self.slope)
+        return [alpha**j - price for j in range(1, k + 1) if alpha**j > price]
 
     def _offer(self, i: int, rows: Rows, asked: list[int], wanted: list[int]) -> _Offer:
         """What part i proposes, and for which rows it is sent. What was drawn is not judged after the draw."""
         draft = checks.checked_draft(self.parts[i].draft(rows, asked), asked, self._session.vocab_size)
         lengths = draft.lengths.tolist()
         kinds: list[Kind] = [ANY] * len(rows) if draft.kinds is None else list(draft.kinds)
-        sent = [
-            b for b, n in enumerate(lengths)
-            if n and (draft.probs is not None or self._is_trusted(self._rows[b], i, kinds[b], n, wanted[b]))
-        ]  # fmt: skip
-        return _Offer(i, draft, lengths, kinds, sent)
+        sent = {
+            b: n if draft.probs is not None else self._trusted(self._rows[b], i, kinds[b], n, wanted[b])
+            for b, n in enumerate(lengths)
+        }
+        return _Offer(i, draft, lengths, kinds, {b: n for b, n in sent.items() if n})
 
-    def _is_trusted(self, row: _Row, i: int, kind: Kind, n: int, limit: int) -> bool:
-        """Whether a row's n guesses of part i promise as much as any later part's."""
-        alpha = row.alpha(i, kind, self.parts[i])
-        promised = sum(alpha**j for j in range(1, n + 1))
-        return all(promised >= self._worth_asking(row, j, limit)[1] for j in range(i + 1, len(self.parts)))
+    def _trusted(self, row: _Row, i: int, kind: Kind, n: int, limit: int) -> int:
+        """How many of a row's n guesses of part i to send; none if a later part promises more."""
+        gains = self._gains(row, i, row.alpha(i, kind, self.parts[i]), n)
+        later = (sum(self._expected(row, j, limit)) for j in range(i + 1, len(self.parts)))
+        return len(gains) if sum(gains) >= max(later, default=0.0) else 0
 
     def _joined(self, size: int) -> Draft:
         """One draft out of the rows that each offer is sent for."""
         lengths = torch.zeros(size, dtype=torch.long)
         kinds: list[str | None] = [None] * size
         for offer in self._offers:
-            for b in offer.sent:
-                lengths[b], kinds[b] = offer.lengths[b], self._named(offer.part, offer.kinds[b])
+            for b, n in offer.sent.items():
+                lengths[b], kinds[b] = n, self._named(offer.part, offer.kinds[b])
         drafts = [offer.draft for offer in self._offers]
         device = next((draft.tokens.device for draft in drafts if draft.tokens.device.type != "cpu"), None)
         tokens = torch.zeros(size, int(lengths.max()), dtype=torch.long, device=device)
@@ -165,7 +178,7 @@ class Cascade(Drafter):
         for offer in self._offers:
             for b, guesses in enumerate(offer.draft.tokens.tolist()):
                 n = offer.lengths[b]
-                spent[b] += self.costs[offer.part] * n
+                spent[b] += self.costs[offer.part] * n + self.slope * offer.sent.get(b, 0)
                 if n and kept[b]:
                     self._rows[b].learn(offer.part, offer.kinds[b], guesses[:n], rows.view(b)[-kept[b] :])
         for row, grown, time in zip(self._rows, kept, spent):
@@ -185,7 +198,7 @@ class _Offer:
     draft: Draft
     lengths: list[int]
     kinds: list[Kind]
-    sent: list[int]  # the rows for which it is sent
+    sent: dict[int, int]  # row → how many of them go to the target
 
 
 class _Chance(Chance):
@@ -245,9 +258,9 @@ class _Row:
                     break
 
 
-def _put(whole: Tensor, part: Tensor, rows: list[int]) -> None:
+def _put(whole: Tensor, part: Tensor, sent: Iterable[int]) -> None:
     """Write these rows of [B, k, …] over the first k places of a tensor [B, K, …]."""
-    if rows:
+    if rows := list(sent):
         k = min(whole.shape[1], part.shape[1])
         whole[rows, :k] = part[rows, :k].to(whole.device, whole.dtype)
 
