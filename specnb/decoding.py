@@ -382,6 +382,7 @@ class Run:
         if p.flat.device.type == "cpu" and not any(self.sampling):
             rounds = decided_on_host(draft, p)
             if rounds is not None:
+                self.refuse(None)
                 return rounds
         rounds, invalid = on_host(draft, self.judge(draft, p))
         self.refuse(invalid)
@@ -424,9 +425,10 @@ class Run:
         scores = p.table() if self.config.return_dict_in_generate and self.config.output_scores else None
         return explained(self.rows.commit(verdicts, scores), draft)
 
-    def refuse(self, invalid: Tensor) -> None:
-        """Raise if a row that still grows has scores that decide nothing."""
-        raise_for_nan(invalid, self.rows.active)
+    def refuse(self, invalid: Tensor | None) -> None:
+        """Raise if a row that still grows has scores that decide nothing. None: all of them do."""
+        if invalid is not None:
+            raise_for_nan(invalid, self.rows.active)
 
     def roll_back(self, before: Tensor, rounds: list[Round]) -> None:
         """Keep of the pass the entries of what it wrote: all that each row now holds but its newest token."""

@@ -49,7 +49,7 @@ PART = 256  # questions from templates in a part
 INVENTED = 48  # questions that the target invents for every other part
 LAG = 4  # parts come in fours: one is drawn, two invent; and each asks about the answers of the part so many before
 PARTS = 64
-FORM_PARTS = tuple(range(PARTS, PARTS + 4))  # code and structured output only, where the draft was weak
+FORM_PARTS = tuple(range(PARTS, PARTS + 6))  # code and structured output only, where the draft was weak
 BEGUN = 320  # questions that the target finishes in each of these
 TOP = 32
 HELD_OUT = 64  # questions of part 0 that are not learnt from
@@ -60,7 +60,8 @@ ROUNDS: list[dict[str, Any]] = [
     dict(parts=range(3), epochs=3.0, learning_rate=2e-3, seed=0),
     dict(parts=range(6), epochs=2.0, learning_rate=1.5e-3, seed=1),
     dict(parts=range(6), epochs=1.0, learning_rate=1e-3, seed=2),
-    dict(parts=(*range(7), *FORM_PARTS), epochs=3.0, learning_rate=1.5e-3, seed=3),
+    dict(parts=(*range(7), *FORM_PARTS[:4]), epochs=3.0, learning_rate=1.5e-3, seed=3),
+    dict(parts=(*range(7), *FORM_PARTS), epochs=2.0, learning_rate=1e-3, seed=4),
 ]
 MEDUSA_PARTS = (0, 1, 2, 4, 5, 6)  # the greedy ones
 MEDUSA: dict[str, Any] = dict(

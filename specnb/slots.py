@@ -166,13 +166,14 @@ class Slots(Run):
             pieces[b] = piece
         return pieces
 
-    def refuse(self, invalid: Tensor) -> None:
-        """Rows whose scores decide nothing fail alone."""
-        for b in self.rows.active:
-            try:
-                raise_for_nan(invalid, [b])
-            except ValueError as error:
-                self.rows.errors.setdefault(b, error)
+    def refuse(self, invalid: Tensor | None) -> None:
+        """Rows whose scores decide nothing fail alone, as do those whose rules have raised."""
+        if invalid is not None:
+            for b in self.rows.active:
+                try:
+                    raise_for_nan(invalid, [b])
+                except ValueError as error:
+                    self.rows.errors.setdefault(b, error)
         self.rows.stop_failed()
 
     def mend(self) -> None:

@@ -302,6 +302,30 @@ def test_what_a_request_raises_fails_that_request_alone(failure, make_drafter):
     assert [job.tokens for job in good] == [alone(n) for n in (40, 7, 80, 9)]
 
 
+class OddUntil(LogitsProcessor):
+    """Forbids even tokens, and fails when the text has ``n`` of them."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, ids, scores):
+        if ids.shape[1] >= self.n:
+            raise Boom("rule")
+        scores = scores.clone()
+        scores[:, ::2] = float("-inf")
+        return scores
+
+
+@pytest.mark.parametrize("drafter", [None, specnb.PromptLookup()], ids=["none", "lookup"])
+def test_a_rule_that_raises_lets_nothing_through_that_it_has_not_seen(drafter):
+    batcher = specnb.Batcher(model_of(), drafter, max_batch=2, max_new_tokens=NEW)
+    job = batcher.submit(prompt(12), logits_processor=LogitsProcessorList([OddUntil(16)]))
+    good = submitted(batcher, (40,))
+    batcher.run()
+    assert job.finish_reason == "error" and all(token % 2 for token in job.tokens)
+    assert good[0].tokens == alone(40)
+
+
 @pytest.mark.parametrize("drafter", [None, specnb.PromptLookup()], ids=["none", "lookup"])
 def test_a_row_of_nan_fails_alone_and_leaves_nothing_in_its_slot(drafter):
     """One token has no sound embedding: who has it in the prompt gets NaN."""

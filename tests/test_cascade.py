@@ -10,7 +10,7 @@ import torch
 import specnb
 from specnb.drafters.base import Drafter
 from tests.conftest import adaptive
-from tests.tiny import perturbed, plain, prompt, tiny_model
+from tests.tiny import fresh_logits, perturbed, plain, prompt, tiny_model
 from tests.world import Clock, Oracle, play
 
 IDS = prompt(12)
@@ -61,7 +61,7 @@ def test_it_is_as_good_as_the_better_of_its_parts_and_as_none(first, second, c):
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
 def test_of_a_free_part_as_many_guesses_are_sent_as_pay(alpha):
     """A pass over 9 positions takes 1.64 of one over a single one: the best number is 0, 3 or 8."""
-    _, seconds, played = world(alpha, 0.0, slope=0.08)
+    _, seconds, _ = world(alpha, 0.0, slope=0.08)
     best = max((1 - alpha ** (k + 1)) / (1 - alpha) / (1 + 0.08 * k) for k in range(9))
     assert 1500 / seconds >= 0.95 * best
     _, blind, _ = world(alpha, 0.0, slope=0.08, told=0.0)
@@ -150,6 +150,44 @@ def test_a_part_that_sat_out_long_reads_up_without_scoring_every_token(llama):
     specnb.generate(llama, IDS, cascade, max_new_tokens=110)
     assert max(second.widths) >= 70  # in one pass, without its last token
     assert second.widths[second.widths.index(max(second.widths)) + 1] == 1
+
+
+class Watched(specnb.DraftModel):
+    """Notes where its first guess of a round is not what its model says after the text."""
+
+    def start(self, session):
+        super().start(session)
+        self.asked, self.wrong = 0, []
+
+    def draft(self, rows, limits):
+        draft = super().draft(rows, limits)
+        if int(draft.lengths[0]):
+            self.asked += 1
+            expected = fresh_logits(self.model, torch.tensor([rows.tokens(0)]))[0, -1].argmax()
+            self.wrong += [rows.lengths[0]] if int(expected) != int(draft.tokens[0, 0]) else []
+        return draft
+
+
+def test_guesses_that_were_not_sent_leave_nothing_in_a_parts_cache(llama):
+    """The first draft is often wrong, and then what a later one has guessed is written."""
+    first, second = Watched(perturbed(llama, 0.15, seed=4), 4), specnb.DraftModel(perturbed(llama, 0.0), 4)
+    specnb.generate(llama, prompt(20), specnb.Cascade(first, second, c=0.05), max_new_tokens=100)
+    assert first.asked > 5 and first.wrong == []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_while_a_prompt_is_read_its_row_sits_nothing_out(seed):
+    """With a fixed width a long prompt takes ten rounds of its neighbour; then the row drafts as if it were alone."""
+    model = tiny_model("llama").double()
+    draft, ids = perturbed(model, 0.1).double(), prompt(330, seed=seed)
+    options = dict(max_new_tokens=40, do_sample=True, seed=seed)
+    cascade = specnb.Cascade(specnb.PromptLookup(5), specnb.DraftModel(draft, 4))
+    alone = specnb.generate(model, ids, cascade, pass_width=8, **options).sequences[0, 330:].tolist()
+    batcher = specnb.Batcher(model, cascade, max_batch=2, pass_width=8)
+    batcher.submit(prompt(9), max_new_tokens=60, do_sample=False)
+    job = batcher.submit(ids, **options)
+    batcher.run()
+    assert job.tokens == alone
 
 
 def test_a_part_that_is_never_asked_reads_nothing(llama):

@@ -97,7 +97,8 @@ class Session:
             rolls back before the target's pass. None where there is no target pass, in a replay.
         twin: the target's compiled twin, if the passes go through one.
         first_reads: whether the first round's pass also reads the prompts, and so takes longer than its guesses tell.
-        may_wait: whether to leave the prompts unread until the first guess is asked for, which may be never.
+        shared: whether other drafters guess for these rows, too (`Cascade`). Then the first question may come late or
+            never, so prompts can stay unread until then, and what is written need not be what was guessed here.
     """
 
     model: PreTrainedModel
@@ -111,7 +112,7 @@ class Session:
     cache: RaggedCache | None = None
     twin: Twin | None = None
     first_reads: bool = False
-    may_wait: bool = False
+    shared: bool = False
 
     def choose(self, scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """A guess per row from processed scores [B, V]: the favourite, or when sampling a draw and its q [B, V].

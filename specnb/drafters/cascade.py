@@ -7,13 +7,13 @@ least as much as those of the parts after it:
     (α − price) + (α² − price) + … + (αⁿ − price)  ≥  (α' − price') + (α'² − price') + … + (α'ᵏ − price')
 
 α is how often guesses of this part and kind have lately passed in this row (the kind is the length of the suffix that
-lookup has found, for one), α' the same for the later part. The price of a guess is pace · (c + slope): c is what it
-takes to make, nothing for the first part, and the slope what it makes the target's pass longer, both in target passes;
-the pace is how many tokens the row has lately written per pass' worth of time, so much would have been written in the
-time of a guess. Of each part as many guesses are sent as are worth their price, n and k, and none if none is; a part
-that costs something is asked for no more than these. What sits out is tried again, ever more rarely. Every part's
-guesses are compared with the text, sent or not. This is the rule by which `specnb.Adaptive` chooses k (notebook 07),
-applied to the choice of the drafter.
+lookup has found, for one), α' the same for the later part. The price of a guess is what else would have been written
+in its time: pace · slope for one that is there, pace · (c + slope) for one that has yet to be made. c is the time to
+make it and the slope the time that it makes the target's pass longer, both in target passes; the pace is how many
+tokens the row has lately written per pass' worth of time. Of each part as many guesses are sent as are worth their
+price, n and k, and none if none is; a part that costs something is asked for no more than these. What sits out is
+tried again, ever more rarely. Every part's guesses are compared with the text, sent or not. This is the rule by which
+`specnb.Adaptive` chooses k (notebook 07), applied to the choice of the drafter.
 
 Why the text stays the target's own. Which part drafts is decided from the past, and from guesses that are
 deterministic (q is one-hot); guesses that were drawn from a q are sent as they are. Nothing here looks at a clock or at
@@ -79,8 +79,8 @@ class Cascade(Drafter):
         self._session = session
         self._rows = [_Row() for _ in range(len(session.rows))]
         self._offers: list[_Offer] = []
-        for i, part in enumerate(self.parts):
-            part.start(session if i == 0 else replace(session, may_wait=True))
+        for part in self.parts:
+            part.start(replace(session, shared=True))
 
     def join(self, row: int) -> None:
         self._rows[row] = _Row()
@@ -99,8 +99,9 @@ class Cascade(Drafter):
         self._offers, wanted = [], list(limits)
         for i in range(len(self.parts)):
             asked = [self._asked(row, i, n) for row, n in zip(self._rows, wanted)]
-            for row, n in zip(self._rows, asked):
-                row.asks(i, n)
+            for row, n, limit in zip(self._rows, asked, limits):
+                if limit:
+                    row.asks(i, n)
             if any(asked):
                 offer = self._offer(i, rows, asked, wanted)
                 self._offers.append(offer)
@@ -113,17 +114,13 @@ class Cascade(Drafter):
         return len(self._expected(row, i, k)) if self.costs[i] else k
 
     def _expected(self, row: _Row, i: int, limit: int) -> list[float]:
-        """What guesses of part i promise, whatever kind they will be.
+        """What guesses of part i promise that have yet to be made, whatever kind they will be.
 
         A part that has not been asked for a while is given the benefit of the doubt, so that it can show what it is.
         """
-        alpha = row.alpha(i, ANY, self.parts[i])
-        return self._gains(row, i, (1.0 + alpha) / 2 if row.is_due(i) else alpha, limit)
-
-    def _gains(self, row: _Row, i: int, alpha: float, limit: int) -> list[float]:
-        """What each guess of part i that is worth its price promises beyond it, in tokens."""
-        k, price = min(limit, self.parts[i].num_draft_tokens), row.pace.rate * (self.costs[i] + self.slope)
-        return [alpha**j - price for j in range(1, k + 1) if alpha**j > price]
+        alpha, k = row.alpha(i, ANY, self.parts[i]), min(limit, self.parts[i].num_draft_tokens)
+        alpha = (1.0 + alpha) / 2 if row.is_due(i) else alpha
+        return _gains(alpha, row.pace.rate * (self.costs[i] + self.slope), k)
 
     def _offer(self, i: int, rows: Rows, asked: list[int], wanted: list[int]) -> _Offer:
         """What part i proposes, and for which rows it is sent. What was drawn is not judged after the draw."""
@@ -138,7 +135,7 @@ class Cascade(Drafter):
 
     def _trusted(self, row: _Row, i: int, kind: Kind, n: int, limit: int) -> int:
         """How many of a row's n guesses of part i to send; none if a later part promises more."""
-        gains = self._gains(row, i, row.alpha(i, kind, self.parts[i]), n)
+        gains = _gains(row.alpha(i, kind, self.parts[i]), row.pace.rate * self.slope, n)
         later = (sum(self._expected(row, j, limit)) for j in range(i + 1, len(self.parts)))
         return len(gains) if sum(gains) >= max(later, default=0.0) else 0
 
@@ -256,6 +253,11 @@ class _Row:
                 chance.learn(guess == token)
                 if guess != token:
                     break
+
+
+def _gains(alpha: float, price: float, k: int) -> list[float]:
+    """What each of at most k guesses that is worth its price promises beyond it, in tokens."""
+    return [alpha**j - price for j in range(1, k + 1) if alpha**j > price]
 
 
 def _put(whole: Tensor, part: Tensor, sent: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ from specnb.drafters.base import Draft, Session
 from specnb.drafters.growing import WIDTH, Growth, grow
 from specnb.drafters.hints import Hints
 from specnb.drafters.stepwise import StepwiseDrafter
-from specnb.prefill import prefill
+from specnb.prefill import FIXED_CHUNK, prefill
 from specnb.trees import ROOT
 
 if TYPE_CHECKING:
@@ -125,8 +125,11 @@ class DraftModel(StepwiseDrafter):
         self.cache = RaggedCache(self.model.config, len(rows), max(rows.lengths) + self.num_draft_tokens)
         wants_hints = isinstance(self.model.get_input_embeddings(), small_model.HintedEmbedding)
         self._hints = [Hints() for _ in rows.lengths] if wants_hints else None
-        if not session.may_wait:
+        self._fed: tuple[list[int], Tensor] | None = None  # since the round began: lengths then, and guesses read
+        if not session.shared:
             self._read([n - 1 for n in rows.lengths])
+        elif self._twin is not None:
+            self._twin.serves(FIXED_CHUNK)  # compiled now, rather than in the middle of a text
 
     def prefill(self, row: int, count: int) -> None:
         self._read([count if b == row else 0 for b in range(len(self._session.rows))])
@@ -145,8 +148,17 @@ class DraftModel(StepwiseDrafter):
         self.cache.clear(row)
 
     def observe(self, rows: Rows, kept: list[int]) -> None:
-        """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest."""
-        self.cache.rollback((self.cache.lengths - torch.tensor(rows.lengths) + 1).clamp(min=0))
+        """Forget what the target did not keep: each row's cache is cut to the committed tokens but the newest.
+
+        If another drafter's guesses were written, also own ones that stand where others were written.
+        """
+        kept = [n - 1 for n in rows.lengths]
+        if self._fed is not None and self._session.shared:
+            starts, guesses = self._fed
+            for b, (start, fed) in enumerate(zip(starts, guesses.tolist())):
+                kept[b] = min(kept[b], start + _agreement(fed, rows.view(b)[start:]))
+        self._fed = None
+        self.cache.rollback((self.cache.lengths - torch.tensor(kept)).clamp(min=0))
 
     def as_read(self, row: int, tokens: list[int]) -> list[int]:
         """The row's text ``tokens`` as the model reads it: with hints, or with the last of its ids for those beyond it.
@@ -216,6 +228,7 @@ class DraftModel(StepwiseDrafter):
         return root + [self._hints[b].after(growth.path(node)) for node in growth.read]
 
     def _logits(self, rows: Rows, wanted: Tensor, guesses: Tensor) -> Tensor:
+        self._fed = rows.lengths, guesses
         return self._pass(wanted, self._newest(guesses)) if guesses.shape[1] else self._catch_up(rows, wanted)
 
     def _newest(self, guesses: Tensor) -> Tensor:
@@ -275,3 +288,8 @@ class DraftModel(StepwiseDrafter):
         self.cache.rollback(filler)
         last = torch.tensor(lengths, device=logits.device) - 1
         return logits[torch.arange(len(chosen), device=logits.device), last]
+
+
+def _agreement(guesses: list[int], written: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (guess, token) in enumerate(zip(guesses, written)) if guess != token), len(guesses))
