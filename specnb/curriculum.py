@@ -561,6 +561,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], str]]] = {
 
 
 # Beginnings of questions about code and structured output, for the target to finish: more kinds than templates have.
+# Those that end in a space make it go on with a line break or a number as often as with a name: odd code, but code.
 STARTS: dict[str, tuple[str, ...]] = {
     "code_completion": (
         "Write a Python function that",
