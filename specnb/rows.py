@@ -7,9 +7,9 @@ stop strings, custom criteria and ``max_new_tokens`` all cut at the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Rows:
         self._tokens = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.budgets, self.criteria = budgets, criteria
-        self._ends = [ending_tokens(some) for some in criteria]
+        self._ends = [only_ending_tokens(some) for some in criteria]
         self.finished = [budget <= 0 for budget in budgets]
         self._ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]  # grown buffers, see `context`
         self._known = [len(prompt) for prompt in prompts]  # tokens that are in these
@@ -145,8 +145,12 @@ class Rows:
         return torch.tensor(filled, dtype=torch.long).reshape(len(self), longest)
 
 
-def ending_tokens(criteria: StoppingCriteriaList) -> frozenset[int] | None:
-    """The tokens that end a row, where its criteria look at nothing else: then there is no need to call them."""
-    if any(type(criterion) is not EosTokenCriteria for criterion in criteria):
-        return None
-    return frozenset(token for criterion in criteria for token in criterion.eos_token_id.flatten().tolist())
+def ending_tokens(criteria: Iterable[Any]) -> frozenset[int]:
+    """The end-of-sequence tokens among a row's stopping criteria."""
+    ids = (getattr(criterion, "eos_token_id", None) for criterion in criteria)
+    return frozenset(token for found in ids if found is not None for token in torch.as_tensor(found).flatten().tolist())
+
+
+def only_ending_tokens(criteria: Iterable[Any]) -> frozenset[int] | None:
+    """The same where the criteria look at nothing else: then there is no need to call them."""
+    return ending_tokens(criteria) if all(type(criterion) is EosTokenCriteria for criterion in criteria) else None

@@ -22,7 +22,7 @@ from specnb.drafters.base import Drafter
 from specnb.prefill import CHUNK, FIXED_CHUNK, read, same_bucket
 from specnb.preparation import Request
 from specnb.processing import Processors, same_rules
-from specnb.rows import Rows, ending_tokens
+from specnb.rows import Rows, only_ending_tokens
 from specnb.verification import raise_for_nan
 
 
@@ -42,7 +42,7 @@ class SlotRows(Rows):
         self._tokens[b], self._ids[b] = list(prompt), torch.tensor(prompt, dtype=torch.long)
         self._known[b] = len(prompt)
         self.prompt_lengths[b], self.budgets[b], self.criteria[b] = len(prompt), budget, criteria
-        self._ends[b], self.chosen_from[b], self.finished[b] = ending_tokens(criteria), [], True
+        self._ends[b], self.chosen_from[b], self.finished[b] = only_ending_tokens(criteria), [], True
         self.errors.pop(b, None)
 
     def begin(self, b: int) -> None:

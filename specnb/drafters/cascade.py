@@ -54,8 +54,8 @@ class Cascade(Drafter):
     Args:
         *parts: two or more drafters, cheapest first.
         c: what one guess of the parts after the first takes, in target passes: one number, or one for each of them.
-        slope: how much longer a pass takes for each guess that it checks, in passes without one. `specnb doctor` shows
-            it as the slope of v.
+        slope: how much longer a pass takes for each guess that it checks, in passes without one; what passes of several
+            widths cost is told by `specnb doctor`.
 
     Raises:
         TypeError, ValueError: for parts that are no drafters, or a negative c or slope. `Adaptive` goes around a

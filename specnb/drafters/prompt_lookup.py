@@ -15,10 +15,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from specnb.drafters.base import Draft, Drafter, Session
 from specnb.drafters.suffixes import LONGEST, POLICIES, Automaton, NGrams
+from specnb.rows import ending_tokens
 from specnb.trees import merged
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ class _Text:
     """
 
     def __init__(self, lookup: PromptLookup, criteria: Iterable[Any] = ()) -> None:
-        self.lookup, self.ends = lookup, _ends(criteria)
+        self.lookup, self.ends = lookup, ending_tokens(criteria)
         self.ngrams = NGrams(lookup.min_ngram, lookup.max_ngram)
         self.automaton = Automaton() if lookup.policy == LONGEST else None
         self._agreed: tuple[_Corpus | None, int, int, int, int] = (None, 0, 0, 0, 0)
@@ -322,12 +321,6 @@ NOTHING = Candidate([], 0, 0)
 def _kind(size: int) -> int:
     """The kind of a guess: the length of the suffix, from 4 on rounded down to a power of two."""
     return size if size < 4 else min(1 << (size.bit_length() - 1), LAST_KIND)
-
-
-def _ends(criteria: Iterable[Any]) -> frozenset[int]:
-    """The end-of-sequence tokens among a row's stopping criteria."""
-    ids = (getattr(criterion, "eos_token_id", None) for criterion in criteria)
-    return frozenset(token for found in ids if found is not None for token in torch.as_tensor(found).flatten().tolist())
 
 
 def _token_ids(tokens: Any) -> list[int]:
