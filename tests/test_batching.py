@@ -302,16 +302,11 @@ def test_what_a_request_raises_fails_that_request_alone(failure, make_drafter):
     assert [job.tokens for job in good] == [alone(n) for n in (40, 7, 80, 9)]
 
 
-class OddUntil(LogitsProcessor):
-    """Forbids even tokens, and fails when the text has ``n`` of them."""
+class OddUntil(RaiseAfter):
+    """Forbids even tokens before that."""
 
-    def __init__(self, n):
-        self.n = n
-
-    def __call__(self, ids, scores):
-        if ids.shape[1] >= self.n:
-            raise Boom("rule")
-        scores = scores.clone()
+    def __call__(self, input_ids, scores):
+        scores = super().__call__(input_ids, scores).clone()
         scores[:, ::2] = float("-inf")
         return scores
 

@@ -22,6 +22,7 @@ from specnb.drafters.growing import WIDTH, Growth, grow
 from specnb.drafters.hints import Hints
 from specnb.drafters.stepwise import StepwiseDrafter
 from specnb.prefill import FIXED_CHUNK, prefill
+from specnb.reuse import common_prefix
 from specnb.trees import ROOT
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class DraftModel(StepwiseDrafter):
         if self._fed is not None and self._session.shared:
             starts, guesses = self._fed
             for b, (start, fed) in enumerate(zip(starts, guesses.tolist())):
-                kept[b] = min(kept[b], start + _agreement(fed, rows.view(b)[start:]))
+                kept[b] = min(kept[b], start + common_prefix(fed, rows.view(b)[start:]))
         self._fed = None
         self.cache.rollback((self.cache.lengths - torch.tensor(kept)).clamp(min=0))
 
@@ -288,8 +289,3 @@ class DraftModel(StepwiseDrafter):
         self.cache.rollback(filler)
         last = torch.tensor(lengths, device=logits.device) - 1
         return logits[torch.arange(len(chosen), device=logits.device), last]
-
-
-def _agreement(guesses: list[int], written: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    return next((i for i, (guess, token) in enumerate(zip(guesses, written)) if guess != token), len(guesses))
