@@ -20,7 +20,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from specnb import compat
+from specnb import compat, first_calls
+
+first_calls.settle()  # before the first pass of the process
 
 SMALLEST_BUCKET = 256
 RAGGED_ATTENTION = "specnb_ragged"  # attention that reads the cache itself and takes places for a mask: compiled.py

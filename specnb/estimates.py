@@ -131,7 +131,6 @@ class Pace:
         return max(1.0, self.tokens / self.time)
 
 
-
 class Times:
     """The latest few times of one thing, and the one that stands for them.
 

@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from specnb import first_calls
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+first_calls.settle()  # before the first pass of the process, with or without specnb
 
 # Arguments that say where on the Hub a file lies; the configuration and the tokenizer need them too.
 HUB_OPTIONS = ("revision", "token", "subfolder", "cache_dir", "local_files_only", "force_download", "proxies")

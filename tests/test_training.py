@@ -615,5 +615,3 @@ def test_the_shipped_draft_guesses_well_on_questions_it_has_never_seen(real):
     other = tiny_model(vocab_size=100)
     with pytest.raises(ValueError, match="vocab_size 49152, not 100"):
         specnb.DraftModel.from_pretrained("smollm2-135m-draft", target=other)
-
-

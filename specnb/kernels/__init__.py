@@ -135,9 +135,7 @@ _operators.define(
     "ragged_attention(Tensor q, Tensor keys, Tensor values, Tensor places, float scale, int window) -> Tensor"
 )
 
-_operators.define(
-    "ragged_store(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor places) -> ()"
-)
+_operators.define("ragged_store(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor places) -> ()")
 
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -177,9 +175,7 @@ def attention_floats(heads: int, kv_heads: int, t: int, d: int, capacity: int) -
     return kv_heads * (columns * d + capacity * (d + width + columns))
 
 
-def _ragged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int
-) -> Tensor:
+def _ragged_attention(q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int) -> Tensor:
     """q [R, H, T, D], whose tokens lie at ``places`` of a cache [B, H_kv, capacity, D].
 
     Places are [R, …, T, 4]: of each token the slot, the number of the row, and what it sees (`RaggedCache.places`): the
@@ -217,9 +213,7 @@ def _packed_shape(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-def _attention_shape(
-    q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int
-) -> Tensor:
+def _attention_shape(q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
