@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class RaggedCache(Cache):
         self._tree: Tensor | None = None  # [R, T] who sees whom in it, as bits, if its tokens are trees
         self.positions: Tensor | None = None  # [R, T] of its tokens in their texts; in a chain those are the slots
         self._places: Tensor | None = None  # the same with row numbers, made when they are asked for
-        self._growth: Tensor | None = None  # [B], tokens that the pass adds to each row
+        self._growth: list[int] = []  # tokens that the pass adds to each row
         self._start: int | None = None  # its first slot, if all its rows share it
         self._rows: slice | Tensor | None = None  # the rows it is over; None for all
 
@@ -145,7 +146,8 @@ class RaggedCache(Cache):
                 f"rollback({counts}) does not fit rows of length {held}: "
                 "each count must lie between 0 and the row's length."
             )
-        self.lengths = self.lengths - drop.long()
+        if any(counts):
+            self.lengths = self.lengths - drop.long()
 
     def keep(self, start: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Of each row's entries from slot ``start[b]`` on keep these, side by side, and drop the others.
@@ -210,11 +212,11 @@ class RaggedCache(Cache):
         if parents is not None:
             bits, depths = torch.tensor([sight(tuple(row)) for row in parents]).unbind(1)  # [R, width] each
             self._tree, self.positions = bits.to(device), (lengths[:, None] + depths).to(device)
+        self.positions = self.positions.clamp(max=self.context_size - 1)  # filler may reach beyond
         self._start = longest if bool((lengths == longest).all()) else None
         self._rows = None if rows is None else _selection(rows, device)
         self.attended = attended or longest + width
-        self._growth = torch.zeros_like(self.lengths)
-        self._growth[slice(None) if rows is None else list(rows)] = width
+        self._growth = [width if rows is None or b in rows else 0 for b in range(len(self.lengths))]
         return self._slots
 
     def begin_packed(
@@ -240,10 +242,10 @@ class RaggedCache(Cache):
             positions += [n + depth for depth in depths]
         assert len(places) <= size and max(place[0] for place in places) < self.capacity
         filler = size - len(places)
-        self._places = torch.tensor(places + places[-1:] * filler)[None, None]
+        self._places = torch.tensor([*chain.from_iterable(places), *places[-1] * filler]).view(1, 1, size, 4)
         self.positions = torch.tensor(positions + positions[-1:] * filler)[None]
         growth = dict(zip(rows, counts))
-        self._growth = torch.tensor([growth.get(b, 0) for b in range(len(self.lengths))])
+        self._growth = [growth.get(b, 0) for b in range(len(held))]
         self._slots, self._rows = self._places[0, ..., 0], None
         return self._slots
 
@@ -285,8 +287,8 @@ class RaggedCache(Cache):
 
     def finish(self) -> None:
         """The planned pass went through: its tokens now count."""
-        assert self._growth is not None
-        self.lengths, self._slots = self.lengths + self._growth, None
+        alike = len(set(self._growth)) == 1  # then a number will do, which takes less than a tensor
+        self.lengths, self._slots = self.lengths + (self._growth[0] if alike else torch.tensor(self._growth)), None
 
     def abandon(self) -> None:
         """The planned pass broke off: the cache is as before, whatever its slots beyond the lengths hold."""
@@ -422,7 +424,7 @@ def run_pass(
         arguments["logits_to_keep"] = logits_to_keep
     if compat.accepts(model, "position_ids"):
         assert cache.positions is not None
-        arguments["position_ids"] = cache.positions.clamp(max=cache.context_size - 1)  # filler may reach beyond
+        arguments["position_ids"] = cache.positions
     reads_cache = model.config._attn_implementation == RAGGED_ATTENTION
     mask = cache.places if reads_cache else _masks(cache, slots, model.dtype)
     tokens = tokens.to(model.device)
@@ -446,9 +448,9 @@ def hearing(model: PreTrainedModel, cache: RaggedCache, heard: list[Tensor] | No
         return
 
     def note(_: Any, inputs: tuple[Tensor, ...]) -> None:
-        if cache._slots is None or cache._growth is None:  # somebody else's pass, such as a twin's check of a new size
+        if cache._slots is None:  # somebody else's pass, such as a twin's check of a new size
             return
-        heard.append(inputs[0].detach().flatten(0, 1)[: int(cache._growth.sum())])  # the rest is filler
+        heard.append(inputs[0].detach().flatten(0, 1)[: sum(cache._growth)])  # the rest is filler
 
     hook = model.get_output_embeddings().register_forward_pre_hook(note)
     try:

@@ -333,11 +333,14 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
     for name, values in (("planned", draft.planned), ("kinds", draft.kinds)):
         if values is not None and len(values) != len(limits):
             raise ValueError(f"The draft's {name} must be one number per row [{len(limits)}], got {len(values)}.")
-    counts = [min(n, limit, tokens.shape[1]) for n, limit in zip(counts, limits)]
-    lengths, used = torch.tensor(counts, dtype=torch.long), max(counts)
-    parents = None if draft.parents is None else _checked_parents(draft, lengths)[:, :used]
+    given, counts = counts, [min(n, limit, tokens.shape[1]) for n, limit in zip(counts, limits)]
+    used = max(counts)
     if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
         _check_guesses(tokens.tolist(), counts, vocab_size)
+    if draft.parents is None and counts == given and used == tokens.shape[1]:  # nothing to cut, as in most rounds
+        return draft if lengths is draft.lengths else replace(draft, lengths=lengths)
+    lengths = torch.tensor(counts)
+    parents = None if draft.parents is None else _checked_parents(draft, lengths)[:, :used]
     probs = None if draft.probs is None else draft.probs[:, :used]
     return replace(draft, tokens=tokens[:, :used], lengths=lengths, probs=probs, parents=parents)
 

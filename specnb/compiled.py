@@ -255,9 +255,10 @@ class Twin:
                 trees = None if parents is None else parents[first:last]
                 slots = cache.begin_packed(rows[first:last], some, size, trees)
                 here, flat, first = flat[: sum(some)], flat[sum(some) :], last
-                line = torch.cat([here, here[-1:].expand(size - len(here))])[None]  # filler repeats the last token
-                logits = run_pass(network or self.network, cache, line, slots, 0 if scored else 1)
-                found.append(logits[0, : len(here)] if scored else torch.empty(0))
+                if len(here) < size:  # filler repeats the last token
+                    here = torch.cat([here, here[-1:].expand(size - len(here))])
+                logits = run_pass(network or self.network, cache, here[None], slots, 0 if scored else 1)
+                found.append(logits[0, : sum(some)] if scored else torch.empty(0))
         except BaseException:
             cache.rollback(cache.lengths - before)
             raise

@@ -308,7 +308,7 @@ class Run:
         if draft.parents is not None and self.lead:  # a tree grows from the pass's first token
             self.lead = 0
             self.read_prompts()
-        before = self.cache.lengths + self.lead
+        before = [n + self.lead for n in self.cache.lengths.tolist()]
         logits = self.target_pass(draft)  # [N, V], of every position
         self.lead = 0
         p = self.processors(self.rows, draft.tokens, draft.lengths, logits, draft.parents)  # the same, as scores
@@ -347,7 +347,8 @@ class Run:
         active, before, places = self.rows.active, self.cache.lengths, 1 + draft.tokens.shape[1]
         counts = [places if self.pass_width is None else self.pass_width] * len(active)
         if self.twin is not None:
-            counts = [1 + n for n in draft.lengths[active].tolist()]
+            drafted = draft.lengths.tolist()
+            counts = [1 + drafted[b] for b in active]
         tokens = self.rows.pass_tokens(draft, max(counts))  # [B, T]
         if self.lead:
             tokens = torch.cat([self.rows.before_newest(self.lead).to(tokens.device), tokens], dim=1)
@@ -355,7 +356,7 @@ class Run:
         heard: list[Tensor] = []
         try:
             with hearing(self.network, self.cache, heard if self.drafter and self.drafter.needs_hidden else None):
-                parts = [self.pass_over(rows, tokens[rows], counts, draft.parents) for rows in groups]
+                parts = [self.pass_over(rows, tokens, counts, draft.parents) for rows in groups]
         except BaseException:
             self.cache.rollback(self.cache.lengths - before)
             raise
@@ -364,8 +365,10 @@ class Run:
         return replace(scores, hidden=torch.cat(heard)) if heard else scores
 
     def pass_over(self, rows: list[int], tokens: Tensor, counts: list[int], parents: Tensor | None) -> Tensor:
-        """One pass over tokens [R, T] of these rows, which share a bucket if the width is fixed; logits [N, V]."""
-        longest, width = max(self.cache.lengths[rows].tolist()), tokens.shape[1]
+        """One pass over these rows of tokens [B, T]; they share a bucket if the width is fixed; logits [N, V]."""
+        held, width = self.cache.lengths.tolist(), tokens.shape[1]
+        longest = max(held[b] for b in rows)
+        tokens = tokens if len(rows) == len(tokens) else tokens[rows]
         attended = None if self.pass_width is None else bucket_size(longest)
         self.cache.reserve((attended or longest) + width)
         filled = None if parents is None else pad(parents[rows], (0, width - 1 - parents.shape[1]), value=ROOT).tolist()
@@ -430,15 +433,16 @@ class Run:
         if invalid is not None:
             raise_for_nan(invalid, self.rows.active)
 
-    def roll_back(self, before: Tensor, rounds: list[Round]) -> None:
+    def roll_back(self, before: list[int], rounds: list[Round]) -> None:
         """Keep of the pass the entries of what it wrote: all that each row now holds but its newest token."""
         kept: list[list[int]] = [[] for _ in range(len(self.rows))]
         for r in rounds:
             kept[r.row] = r.places
         if any(r.path is not None for r in rounds):
-            self.cache.keep(before, kept)
+            self.cache.keep(torch.tensor(before), kept)
         else:  # a chain's are the first ones
-            self.cache.rollback(self.cache.lengths - before - torch.tensor([len(places) for places in kept]))
+            held = self.cache.lengths.tolist()
+            self.cache.rollback([now - then - len(places) for now, then, places in zip(held, before, kept)])
 
     def inform(self, drafter: Drafter, rounds: list[Round], logits: Scores) -> None:
         """Tell the drafter what became of its guesses, and what the target had in mind at the newest tokens."""

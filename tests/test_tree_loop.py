@@ -154,7 +154,7 @@ def test_planted_faults_are_caught(llama, monkeypatch):
         kept = [[] for _ in before]
         for r in rounds:
             kept[r.row] = range(len(r.emitted))
-        run.cache.keep(before, kept)
+        run.cache.keep(torch.tensor(before), kept)
 
     assert torch.equal(greedy(llama, ids, Forest(llama, 12)).sequences, text)
     with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ A drafter of your own is a subclass with one method:
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,7 @@ class Draft:
         return replace(self, tokens=self.tokens.to(device), probs=probs)
 
     @classmethod
+    @functools.cache  # a plain run asks for it in every round
     def empty(cls, batch_size: int) -> Draft:
         """No guess for any row: the round is one step of plain decoding."""
         return cls.from_lists([[]] * batch_size)
