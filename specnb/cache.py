@@ -403,13 +403,15 @@ def target_pass(
         last positions, if the model can leave the others out.
 
     Raises:
-        ValueError: if the tokens do not fit the cache's rows or capacity.
+        ValueError: if the tokens do not fit the cache's rows or capacity, or ``rows`` are not such numbers.
 
     An exception inside the pass (Ctrl-C included) leaves the cache as it was. Derived in notebooks 02 and 04.
     """
     expected = len(cache.lengths) if rows is None else len(rows)
     if tokens.ndim != 2 or tokens.shape[0] != expected:
         raise ValueError(f"tokens must be [{expected}, T], one row per row of the pass, got {list(tokens.shape)}.")
+    if rows is not None and not (len({*rows}) == len(rows) and all(0 <= b < len(cache.lengths) for b in rows)):
+        raise ValueError(f"rows must be different numbers from 0 to {len(cache.lengths) - 1}, got {list(rows)}.")
     slots = cache.begin(tokens.shape[1], attended, model.device, rows, parents)
     return run_pass(model, cache, tokens, slots, logits_to_keep)
 

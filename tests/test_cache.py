@@ -157,6 +157,10 @@ def test_positions_beyond_the_context_are_filler_not_an_index_error():
     torch.testing.assert_close(wide[:, :1], target_pass(model, cache, torch.tensor([[5]])), atol=1e-4, rtol=0)
 
 
+def pass_over_rows(rows: list[int]) -> torch.Tensor:
+    return target_pass(MODEL, RaggedCache(MODEL.config, 2, 8), torch.ones(len(rows), 1, dtype=torch.long), rows=rows)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -164,6 +168,9 @@ def test_positions_beyond_the_context_are_filler_not_an_index_error():
         (lambda: RaggedCache(MODEL.config, 1, 0), "at least 1"),
         (lambda: target_pass(MODEL, RaggedCache(MODEL.config, 2, 8), torch.tensor([[1]])), r"\[2, T\]"),
         (lambda: target_pass(MODEL, RaggedCache(MODEL.config, 1, 8), torch.tensor([1])), r"\[1, T\]"),
+        (lambda: pass_over_rows([-1]), r"from 0 to 1, got \[-1\]"),
+        (lambda: pass_over_rows([2]), r"from 0 to 1, got \[2\]"),
+        (lambda: pass_over_rows([1, 1]), r"different numbers .* got \[1, 1\]"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
