@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -242,7 +241,7 @@ class RaggedCache(Cache):
             positions += [n + depth for depth in depths]
         assert len(places) <= size and max(place[0] for place in places) < self.capacity
         filler = size - len(places)
-        self._places = torch.tensor([*chain.from_iterable(places), *places[-1] * filler]).view(1, 1, size, 4)
+        self._places = torch.tensor(places + places[-1:] * filler)[None, None]
         self.positions = torch.tensor(positions + positions[-1:] * filler)[None]
         growth = dict(zip(rows, counts))
         self._growth = [growth.get(b, 0) for b in range(len(held))]

@@ -338,7 +338,7 @@ def checked_draft(draft: Any, limits: list[int], vocab_size: int) -> Draft:
     if tokens.device.type == "cpu":  # elsewhere the look would hold up the device; its tokens come from an argmax
         _check_guesses(tokens.tolist(), counts, vocab_size)
     if draft.parents is None and counts == given and used == tokens.shape[1]:  # nothing to cut, as in most rounds
-        return draft if lengths is draft.lengths else replace(draft, lengths=lengths)
+        return replace(draft, lengths=lengths)
     lengths = torch.tensor(counts)
     parents = None if draft.parents is None else _checked_parents(draft, lengths)[:, :used]
     probs = None if draft.probs is None else draft.probs[:, :used]

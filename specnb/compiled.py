@@ -251,14 +251,14 @@ class Twin:
         self.allocate(cache)
         try:
             for some, size in self.passes(counts, pass_width):
-                last = first + len(some)
+                last, count = first + len(some), sum(some)
                 trees = None if parents is None else parents[first:last]
                 slots = cache.begin_packed(rows[first:last], some, size, trees)
-                here, flat, first = flat[: sum(some)], flat[sum(some) :], last
-                if len(here) < size:  # filler repeats the last token
-                    here = torch.cat([here, here[-1:].expand(size - len(here))])
+                here, flat, first = flat[:count], flat[count:], last
+                if count < size:  # filler repeats the last token
+                    here = torch.cat([here, here[-1:].expand(size - count)])
                 logits = run_pass(network or self.network, cache, here[None], slots, 0 if scored else 1)
-                found.append(logits[0, : sum(some)] if scored else torch.empty(0))
+                found.append(logits[0, :count] if scored else torch.empty(0))
         except BaseException:
             cache.rollback(cache.lengths - before)
             raise
